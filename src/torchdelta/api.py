@@ -97,14 +97,16 @@ def check(
     thorough: bool = CheckOptions.thorough,
     progress: Progress = lambda _: None,
 ) -> Report:
-    """Run a program and its candidate, which a transform makes of it, and report whether both compute the same.
+    """Run a program eagerly and its candidate, and report whether both compute the same.
 
     `program` is a module or function with its `args` and `kwargs`, the name of a factory (`file.py:factory`), or a
-    recorded directory, which has a transform, options, stages and policy of its own for those that are not passed.
+    recorded directory, which has a transform, options, stages and policy of its own for those that are not passed. The
+    candidate is the result of `transform` on the program, or the callable `candidate`; UsageError if both are passed.
     Without `stages`, `forward` is compared, and `gradients` if an output requires grad. With `thorough`, each node is
-    judged by itself too. A candidate that raises is a verdict on the report; a program that fails eagerly raises
-    ProgramError. Every side is a copy, and generators, flags and settings are put back; but a compiler drops what was
-    compiled before.
+    judged by itself too. A candidate that raises is a verdict on the report. If the program itself raises eagerly, its
+    exception is compared with what the candidate does; ProgramError if both raise the same, or if that cannot be asked.
+    Every side is a copy, and generators, flags and settings are put back; but a compiler drops what was compiled
+    before. `progress` gets the name of each part of the check as it begins.
     """
     check_options = CheckOptions.read(
         transform=transform,
@@ -187,7 +189,8 @@ def sensitivity(
     """Quantize each module alone that the quantizer would quantize, and all at once; return the effects on all outputs.
 
     Takes the keywords of `check` too, but stages and policy mean nothing here. The module that loses most is first.
-    UsageError if the transform is not a quantizer.
+    UsageError if the transform is not a quantizer; ProgramError if the program fails eagerly, or if the quantizer fails
+    on the whole program; SideFailed if the quantized whole fails when run.
     """
     progress = options.pop("progress", lambda _: None)
     check_options = CheckOptions.read(transform=transform, **options)
@@ -217,15 +220,16 @@ def minify(
 ) -> MinifiedResult:
     """Return the smallest graph that is found to fail as the program does, a `MinifiedGraph`.
 
-    If no graph of it fails by itself, the result is a `WholeProgram`, whose script runs the program itself. Raise
-    NothingToMinify if the program does not fail either, or if a script cannot build it, because it is not the name of a
-    factory. Takes the keywords of `check` too. Queries run in workers; without `isolated`, or if no other process can
-    import the transform, in this process. The best graph so far is kept in the directory `out`, and `resume` continues
-    from there; UsageError if the directory is in use, is about another question, or has files that torchdelta did not
-    write. The first query may take `timeout_s`. Of several failures, the first whose signature matches the regular
-    expression `match` is followed. The level `aot` makes graphs of AOTAutograd smaller instead of dynamo's. `workers`
-    is a pool and `clean` a process that were started earlier. The script is left to the result's `write`; if its path
-    is given as `script`, a draft with or without `data` is run while the last queries are.
+    If no graph of it fails by itself, the result is a `WholeProgram`, whose script runs the program itself. If the
+    program does not fail either, or is not the name of a factory, so that a script cannot build it, raise
+    NothingToMinify, or ProgramError if torch makes no graph of it. Takes the keywords of `check` too. Queries run in
+    workers; without `isolated`, or if no other process can import the transform, in this process. The best graph so far
+    is kept in the directory `out`, and `resume` continues from there; UsageError if the directory is in use, is about
+    another question, or has files that torchdelta did not write. The first query may take `timeout_s`. Of several
+    failures, the first whose signature matches the regular expression `match` is followed. The level `aot` makes graphs
+    of AOTAutograd smaller instead of dynamo's. `workers` is a pool and `clean` a process that were started earlier. The
+    script is left to the result's `write`; if its path is given as `script`, a draft with or without `data` is run
+    while the last queries are.
     """
     check_options = complete(program, CheckOptions.read(**options))
     limits = SearchLimits(
@@ -282,9 +286,9 @@ def diagnose(
 
     Takes the keywords of `check` too. The directory `out` gets `report.json`, and after a failure `repro.py`, with
     `issue` also the text of an issue. If locating, minifying or the script fails, a note says so, and what was found
-    before is kept; `resume` continues from there. `every` minifies each group of failures and not only the first.
-    Without `data`, random numbers replace the user's in the script. The limits, `level` and `workers` are as for
-    `minify`.
+    before is kept; `resume` continues from there. UsageError, EnvironmentUnfit and errors of the check are raised.
+    `every` minifies each group of failures (culprits of one operation and stage) and not only the first. Without
+    `data`, random numbers replace the user's in the script. The limits, `level` and `workers` are as for `minify`.
     """
     diagnosis = Diagnosis(
         program=program,
@@ -322,6 +326,7 @@ def compare(
     """Compare two values of any structure without running anything, and return the report with the verdict.
 
     With a `truth` (the same in float64) the default policy is `noise`; without one it is `close`, which means
-    torch.testing's tolerances, and a note says so.
+    torch.testing's tolerances, and a note says so. `ignore` and `strict` name clauses of the contract. UsageError if
+    the policy or a clause is unknown.
     """
     return compare_values(reference, candidate, truth=truth, policy=policy, ignore=ignore, strict=strict)

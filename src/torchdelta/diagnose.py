@@ -115,8 +115,9 @@ class Diagnosis:
     def _run_steps(self) -> Report:
         """Check, locate and minify, and return the report; after a check that did not fail, return its report at once.
 
-        `report.json` is written on the way, and `found.json` after locating. If there is a report of an earlier
-        diagnosis to resume, the check is left out, and so is locating if it has culprits.
+        `report.json` is written on the way, and `found.json` before minifying. The check is left out if there is a
+        report of an earlier diagnosis to resume, and locating if the report has culprits already. `notes` go onto the
+        report after a failure only.
         """
         report = self._read_earlier() or self._check()
         report = replace(report, notes=tuple(dict.fromkeys((*report.notes, *self.notes))))
@@ -175,8 +176,9 @@ class Diagnosis:
         """Check the program where a crash does no harm, if possible, and return the report.
 
         A named program with named options is checked in a worker, and any other in this process. In the latter case
-        workers check its graphs first, if they can import the transform; if a graph ends its worker, the report on that
-        graph is returned instead. Graphs that were captured for that are kept in `captured`.
+        workers check its graphs first, if they can import the transform. The report of the first graph that ends its
+        worker, hangs or takes too much memory is then returned instead. Graphs that were captured for that are kept in
+        `captured`.
         """
         if self._named is not None:
             return check_isolated(
@@ -199,8 +201,9 @@ class Diagnosis:
     def _locate(self, report: Report) -> Report:
         """Search for culprits, and return the report with those that were found; unchanged if it is not DIVERGED.
 
-        It gets coverage and notes of the search too. A named program with named options is searched in a worker, and
-        any other in this process. Graphs that the search captures become `captured`, if there are none yet.
+        It gets coverage and notes of the search too; its verdict stays. A named program with named options is searched
+        in a worker, and any other in this process. At the level `dynamo`, graphs that the search captures become
+        `captured`, if there are none yet and any of them computes.
         """
         if report.verdict is not Verdict.DIVERGED:
             return report
@@ -267,8 +270,8 @@ class Diagnosis:
         A group is the culprits of one operation and stage; without culprits there is one group. Without `does_all` only
         the first group is done, with a note if there are more. Results are appended to `minified`, and captured graphs
         are kept in `captured`. If the program raises eagerly, or no graph shows the failure of the first group, the
-        script is the program itself; NothingToMinify if a script cannot build it. A later group that no graph shows
-        becomes a note.
+        script is the program itself; NothingToMinify if a script cannot build it. An error of the first group is
+        raised. A TorchDeltaError of a later group becomes a note, except UsageError and EnvironmentUnfit.
         """
         self.report = report
         if compares_exceptions(report):
@@ -304,8 +307,9 @@ class Diagnosis:
         """Write the script of one reduction, and with `with_issue` the text of an issue beside it; return the report.
 
         `number` is that of the group, from 1. For 1 the report gets the reduction, and the script if there is one; for
-        others it is returned unchanged. If the script cannot be written, or does not show the failure in a clean
-        process, a note says so, and there is no issue.
+        others it is returned unchanged. If no script can be written, or it does not show the failure in a clean
+        process, a note says so, and there is no issue; in the latter case the script stays. The notes of `small` are
+        added to `notes`, and the path of the issue to `issues`.
         """
         path = self._script(number)
         if small.also_seen:

@@ -109,7 +109,10 @@ def message_of(error: BaseException) -> str:
 
 
 def full_message_of(error: BaseException) -> str:
-    """Return the whole message of an exception of foreign code, or a text that says so if its `__str__` raises."""
+    """Return the whole message of an exception of foreign code.
+
+    If its `__str__` raises an Exception, return a text with the class of that one instead.
+    """
     try:
         return str(error)
     except Exception as failed:
@@ -123,10 +126,11 @@ def describe(error: BaseException) -> str:
 
 
 def shortened(text: str) -> str:
-    """Return a text, or if it is much longer than `LONGEST` its first and last part, and the path of a file with all.
+    """Return a text, or if it is longer than `LONGEST + _SLACK` its first and last `LONGEST // 2` characters.
 
-    That file is written now, in the directory of `keep_full_texts`, by default among the temporary files. If it cannot
-    be written, the result says why in place of the path.
+    Between these two parts stand the number of characters that are left out, and the path of a file with the whole
+    text. That file is written now, in the directory of `keep_full_texts`, by default among the temporary files. If it
+    cannot be written, the result says why in place of the path.
     """
     if len(text) <= LONGEST + _SLACK:
         return text
@@ -150,7 +154,10 @@ def keep_full_texts(directory: Path) -> None:
 
 
 def _keep(text: str) -> str:
-    """Write a text to a file that is named by its content; return a clause that says where it is, or why it is not."""
+    """Write a text to a file that is named by its content; return a clause that says where it is, or why it is not.
+
+    The file is in the directory of `keep_full_texts`, by default among the temporary files. No OSError is raised.
+    """
     data = text.encode(errors="backslashreplace")
     directory = _full_texts or Path(tempfile.gettempdir())
     path = directory / f"torchdelta-message-{hashlib.sha256(data).hexdigest()[:12]}.txt"

@@ -26,7 +26,7 @@ _MOST_NAMES = 40
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return the text `did you mean …?` with up to three known names near a wrong name, or else `there are …` with all.
 
-    Of very many names only the first are listed, and the others counted.
+    Of more than `_MOST_NAMES` names only the first ones are listed, and the others counted.
     """
     names = list(known)
     if near := difflib.get_close_matches(name, names, n=3, cutoff=0.5):
@@ -43,7 +43,10 @@ class Registry(Generic[T]):
         self._known: dict[str, T] = {}
 
     def add(self, name: str, thing: T) -> T:
-        """Register a thing under a name and return it; UsageError if the name is taken."""
+        """Register a thing under a name and return it; UsageError if the registry holds a thing of that name already.
+
+        The thing of an installed package counts only once `get` has imported it; before that, the new thing hides it.
+        """
         if name in self._known:
             raise UsageError(f"two {self.kind}s are called {name!r}")
         self._known[name] = thing

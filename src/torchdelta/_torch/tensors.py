@@ -89,7 +89,7 @@ def components(tensor: torch.Tensor) -> list[Component] | None:
 
     Such a tensor is nested, sparse, quantized, of a dtype without arithmetic, or of a subclass that wraps others or has
     no memory. A name is the expression behind the tensor, such as `.indices()`; a value is a tensor or a fact such as a
-    scale or a dtype. Raise ValueError if the tensor is an uninitialized parameter.
+    scale or a dtype. Raise ValueError if the tensor is an uninitialized parameter or buffer.
     """
     is_plain = type(tensor) in _PLAIN
     if is_plain and tensor.layout is torch.strided and tensor.dtype not in _SPECIAL and not tensor.is_nested:
@@ -229,7 +229,7 @@ def _is_fake(tensor: torch.Tensor) -> bool:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor has a storage with an address; torch raises RuntimeError for one without."""
+    """Tell whether torch gives the address of a tensor's storage, which may be 0; False if it raises RuntimeError."""
     try:
         tensor.untyped_storage().data_ptr()
     except RuntimeError:

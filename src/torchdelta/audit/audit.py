@@ -54,8 +54,8 @@ def audit(
 
     Without `kinds`, faults of all kinds are planted; `per_kind` is the number of places that are tried for each, at
     most. `progress` is called with a few words before the check without a fault and before each kind. Raise UsageError
-    if a kind is unknown or `per_kind` is below 1, and ProgramError if the program cannot be loaded, fails eagerly or
-    cannot be exported.
+    if a kind is unknown, if `per_kind` is below 1, or if the transform does not start from the program (`Planted`), and
+    ProgramError if the program cannot be loaded, fails eagerly or cannot be exported.
     """
     chosen_kinds = [FAULTS.get(kind).name for kind in dict.fromkeys(kinds)] or list(FAULTS)
     if per_kind < 1:

@@ -100,10 +100,11 @@ class Baseline:
         """Run a copy of the program eagerly within these modes, and return the observation of its stages.
 
         With `lifted` it runs in float64, and draws random numbers in the dtype `draws`, or in `drawn_in` if that is
-        None. With `noise` its roundings are moved. `plan` replaces the baseline's own; `keeps` and `before_step` are
-        those of `stages.observe`. Raise SideFailed if the program raises, or if in float64 it asks for other dtypes
-        than the reference did, because then it takes another path. Raise YardstickTouched if a candidate changed how
-        this process runs it.
+        None; the reference runs first if it did not yet. With `noise` its roundings are moved. `plan` replaces the
+        baseline's own; `keeps` and `before_step` are those of `stages.observe`. Raise SideFailed if the program raises,
+        or if in float64 it asks a question about dtypes that the reference did not ask there, because then it takes
+        another path; a program with a `lifted_call` may ask any. Raise YardstickTouched if a candidate changed how this
+        process runs it, and ProgramError if it cannot be copied.
         """
         self._require_untouched()
         replay = self._replay() if lifted else None
@@ -117,9 +118,10 @@ class Baseline:
     def outputs(self, *modes: Mode, lifted: bool = False, noise: Noisy | None = None) -> Leaves:
         """Call a copy of the program once, as `observe` would; return the leaves of its outputs by path, not copied.
 
-        The plan's seed is set before the call. An exception of the program is raised as it is, and not as SideFailed;
-        ProgramError if in float64 it asks for other dtypes than the reference did.
-        Raise YardstickTouched if a candidate changed how this process runs the program.
+        The plan's seed is set before the call, and state that all sides share is put back after it. An exception of the
+        program is raised as it is, and not as SideFailed; ProgramError if in float64 it asks a question about dtypes
+        that the reference did not ask there. Raise YardstickTouched if a candidate changed how this process runs the
+        program.
         """
         self._require_untouched()
         replay = self._replay() if lifted else None
@@ -148,11 +150,11 @@ class Baseline:
     ) -> CandidateRun:
         """Apply a transform to a copy of the program, in float64 if `lifted`, and return the candidate's run.
 
-        If the candidate raises, the run has the failure. `draws_random` says whether the candidate has to draw the
-        reference's random numbers; None asks the reference, which then has to run. `plan` replaces the baseline's own.
-        With `is_eager`, a program that compiles parts of itself runs these parts eagerly. `answers` are the dtypes that
-        the candidate's native run was told; a lifted run is told them again. Sets `has_run_candidate` if the reference
-        has run before.
+        If the candidate raises, the run has the failure, but a TorchDeltaError is raised, as by `run_candidate`.
+        `draws_random` says whether the candidate has to draw the reference's random numbers; None asks the reference,
+        which then has to run. `plan` replaces the baseline's own. With `is_eager`, a program that compiles parts of
+        itself runs these parts eagerly. `answers` are the dtypes that the candidate's native run was told; a lifted run
+        is told them again, and a native run ignores them. Sets `has_run_candidate` if the reference has run before.
         """
         if draws_random is None:
             draws_random = self.reference.draws_random
@@ -184,9 +186,9 @@ class Baseline:
     ) -> tuple[Side, Convert, Scope]:
         """Return a fresh copy of the program, the conversion of its dtypes, and a maker of the context to run it in.
 
-        The copy is in float64 if `lifted`, and `noise` knows its parameters and inputs. The context has the flags of
-        the case, the noise, the modes, and float64 if `lifted`, with random numbers drawn in `draws`, or in `drawn_in`
-        if that is None.
+        The copy is in float64 if `lifted`. `noise` is told, in place, to depend on the copy's parameters and inputs.
+        The context has the flags of the case, the noise, the modes, and float64 if `lifted`, with random numbers drawn
+        in `draws`, or in `drawn_in` if that is None.
         """
         convert = lift.widened if lifted else _unchanged
         outer = self.lifted_scope(draws or self.drawn_in) if lifted else self.eager_scope
@@ -197,6 +199,7 @@ class Baseline:
 
         @contextmanager
         def scope() -> Iterator[None]:
+            """Enter the outer context, and in it each mode in its order."""
             with ExitStack() as stack:
                 stack.enter_context(outer())
                 for mode in modes:
@@ -262,7 +265,10 @@ class Baseline:
         return True
 
     def _run_again(self) -> Observation:
-        """Run the reference once more, even in a process that a candidate changed, and return its observation."""
+        """Run the reference once more, even in a process that a candidate changed, and return its observation.
+
+        It raises, and changes the baseline, as `_run_reference` does.
+        """
         has_run, self.has_run_candidate = self.has_run_candidate, False
         try:
             return self._run_reference()
@@ -278,10 +284,11 @@ class Baseline:
             raise YardstickTouched("forward", 0, Observation(), ProgramError(TOUCHED))
 
     def measure_ahead(self, *, lowered_to: torch.dtype | None = None) -> None:
-        """Make the runs that most verdicts rest on before a candidate can change anything: the truth and a noisy run.
+        """Make and keep the runs that most verdicts rest on, before a candidate can change anything; return nothing.
 
-        `lowered_to` is the dtype that the candidate computes in on purpose, if it does. Without a truth there is no
-        noisy run.
+        They are the truth, the `lifted_reference` and the first noisy run. Without a truth, the other two are not made.
+        `lowered_to` is the dtype that the candidate computes in on purpose, if it does; the noisy run then has its
+        roundings.
         """
         if self.truth is not None:
             _ = self.lifted_reference
@@ -380,10 +387,11 @@ class Baseline:
     def _run_reference(self) -> Observation:
         """Run the reference and return its observation; raise EagerFails if it raises in its first iteration.
 
-        If a backward raises, the reference runs again, and from then on only outputs have cotangents, with a note: the
-        state that a program keeps may be overwritten where its gradient needs it. If the reference raises in a later
-        iteration, `plan` is cut to the iterations before, `shortfall` says so, and the reference runs again. Raise
-        ProgramError if the run changes a tensor that all copies share. Sets `recorded_answers`.
+        If a stage after the forward raises, the reference runs again, once, and from then on only outputs have
+        cotangents, with a note: the state that a program keeps may be overwritten where its gradient needs it. If the
+        reference raises in a later iteration, `plan` is cut to the iterations before, `shortfall` says so, and the
+        reference runs again. Raise ProgramError if the run changes a tensor of the original, or one that all copies
+        share. Sets `recorded_answers`.
         """
         try:
             name = self.program.name
@@ -428,9 +436,10 @@ class Baseline:
     def _run_noisy(self, index: int, lifted: bool, lowered_to: torch.dtype | None) -> Observation | None:
         """Make one noisy run and return its observation, or add a note and return None if the program fails in it.
 
-        `index` is added to the seed. The run is native, or in float64 if `lifted`, or in float64 with roundings of the
-        dtype `lowered_to`. Before an optimizer step, gradients within noise of zero get random signs. Updates
-        `has_chosen`, and after a native run `narrowed_to`.
+        Return None without a note if a candidate changed how this process runs the program. `index` is added to the
+        seed. The run is native, or in float64 if `lifted`, or in float64 with roundings of the dtype `lowered_to`.
+        Before an optimizer step, gradients within noise of zero get random signs. Inputs, parameters and buffers that
+        the reference left unchanged are not recorded. Updates `has_chosen`, and after a native run `narrowed_to`.
         """
         in_float64 = lifted or lowered_to is not None
         unit = None if lowered_to is None else float(torch.finfo(lowered_to).eps)

@@ -99,11 +99,13 @@ def run_candidate(
 ) -> CandidateRun:
     """Transform a fresh side, run it, and return the run, with the failure if the transform or the candidate raised.
 
-    `lifted` is None for a native side, and else the scope of a run in float64; of a compiler's candidate, only loss and
-    optimizer run in it. `draws_random` says whether the candidate has to draw the reference's random numbers. If the
-    transform has no backward, only the stage `forward` runs. A candidate that is not a compiler's gets the `answers` in
-    a lifted run when it asks for dtypes, and in a native one they are recorded. After a failure, the run has the
-    observation up to it. Mistakes of the user and lacks of the machine are raised, as TorchDeltaError.
+    The transform is applied within `scope`, and the side runs in it, unless `lifted` says otherwise. `lifted` is None
+    for a native side, and else the scope of a run in float64; of a compiler's candidate, only loss and optimizer run in
+    it. `original` is a side of the program that was not run. `draws_random` says whether the candidate has to draw the
+    reference's random numbers. If the transform has no backward, only the stage `forward` runs. A candidate that is not
+    a compiler's gets the `answers` in a lifted run when it asks for dtypes, and in a native one they are recorded.
+    After a failure, the run has the observation up to it. Mistakes of the user and lacks of the machine are raised, as
+    TorchDeltaError.
     """
     run = CandidateRun()
     plan = plan if transform.traits.has_backward else replace(plan, stages=("forward",))
@@ -166,6 +168,7 @@ def _count_calls(transformed: TransformedSide, run: CandidateRun, watch: Callabl
     untransformed = 0
 
     def counted(*args: Any, **kwargs: Any) -> Any:
+        """Call the side and return its outputs; count the call if no transformed code ran in it."""
         nonlocal untransformed
         before = witness.calls
         outputs = transformed.side.call(*args, **kwargs)

@@ -61,10 +61,10 @@ def notice(stages: list[Stage], baseline: Baseline, candidate: Observation, term
 def _add_breaches(
     stage: Stage, reference: Observation, candidate: Observation, elided: Observation, mode: Elide, terms: Terms
 ) -> Stage:
-    """Return the stage with a breach of the clause `casts` at every leaf that elided casts explain.
+    """Return the stage with a breach of the clause `casts` at every leaf that elided casts explain (`_is_explained`).
 
-    A breach that the terms do not excuse makes the leaf diverged; any other leaf stays as it is. `elided` is the run
-    without narrowing casts, and `mode` has their places.
+    A breach that the terms do not excuse makes the leaf diverged; otherwise its verdict stays. All other leaves stay as
+    they are. `elided` is the run without narrowing casts, and `mode` has their places.
     """
     if not stage.comparisons:
         return stage

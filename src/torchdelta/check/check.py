@@ -294,10 +294,10 @@ class Check(JudgingSteps[Observation]):
     ) -> tuple[list[Comparison], list[UnmatchedLeaf], list[UnmatchedLeaf]]:
         """Return the comparisons of a stage, the leaves without a partner, and the state that is not compared.
 
-        A leaf without a partner has a comparison, which diverged; state that only one side has, or that starts from
-        other values, has none. In the stage `steps`, elements of parameters whose gradient is within noise of zero are
-        not judged, if there are a truth and noisy runs; the comparison says how many. Unchanged state is added to the
-        runs, in place.
+        A leaf without a partner has a comparison, which diverged; state that `pair_stage` leaves out has none. In the
+        stage `steps`, if there are a truth and noisy runs, `settle_steps` puts the truth in place of parameter elements
+        whose gradient is within noise of zero; the comparison says how many have such a gradient. Unchanged state is
+        added to the runs, in place.
         """
         judge = Judge(policy=self._judging_policy, terms=self._terms, is_stepped=stage == "steps")
         reference, truth = yardstick.reference, yardstick.truth
@@ -329,8 +329,10 @@ class Check(JudgingSteps[Observation]):
         """Return the stages with the answers to the semantic question, of the whole program or graph by graph.
 
         Before that, leaves whose noise is nearly as large as their values are judged with replayed choices, and
-        narrowing casts that the candidate left out are noticed, because an answer in float64 replaces neither. Sets
-        `semantic_question`, and `answers` if the whole program was asked.
+        narrowing casts that the candidate left out are noticed, because an answer in float64 replaces neither. If the
+        whole program was asked, integers may then become equivalent by `_settle_choices`, and answers inconclusive by
+        `_doubt_capture` if no leaf diverged natively. Sets `semantic_question`, and `answers` if the whole program was
+        asked.
         """
         stages = self._notice_casts(self._replay_choices(stages, yardstick), yardstick)
         if self.lifted.is_by_graph:
@@ -450,9 +452,9 @@ class Check(JudgingSteps[Observation]):
         """Return the stages with a breach of `casts` at each leaf in which the candidate keeps values wider; add notes.
 
         `overflows.notice` finds leaves in which the reference alone overflows, `casts.notice` those without the
-        rounding of narrowing casts. The second is left out if no noisy run showed such a cast, the program is not given
-        in a narrow dtype, and the clause is not strict. The stages are returned unchanged if the transform lowers
-        precision, or if no stage of the candidate ran.
+        rounding of narrowing casts. Unless the clause is strict, the second is left out if there is no noisy run, or if
+        none showed such a cast and the program is given nothing in a narrow dtype. The stages are returned unchanged if
+        the transform lowers precision, or if no stage of the candidate ran.
         """
         if self.transform.traits.lowered_to is not None or not self.candidate.observation.stages:
             return stages
@@ -477,9 +479,9 @@ class Check(JudgingSteps[Observation]):
     def _follow_decisions(self, stages: list[Stage]) -> list[Stage]:
         """Return the stages; leaves that diverged natively alone are judged by runs that decide as the candidate did.
 
-        Leaves that these runs explain become equivalent, and leaves that untried decisions may explain become
-        inconclusive. Notes say what was followed. The stages are returned unchanged if there is no noisy run, or if the
-        transform lowers precision.
+        Leaves that these runs explain become equivalent, and leaves that choices within noise may explain all the same
+        become inconclusive: see `DecisionFollower.explain`. Notes say what was followed. The stages are returned
+        unchanged if there is no noisy run, or if the transform lowers precision.
         """
         if not self.noisy(1) or self.transform.traits.lowered_to is not None:
             return stages
@@ -566,9 +568,10 @@ def _sharper(comparison: Comparison, replayed: Comparison) -> Comparison:
 
 
 def _vacuous(stage: str, comparisons: Sequence[Comparison]) -> str:
-    """Return why a stage whose comparisons have no elements says nothing; empty if one has elements, or has diverged.
+    """Return why a stage says nothing, if no comparison measured any elements and none diverged; else an empty text.
 
-    After the forward, unregistered state does not count, because it is neither a gradient nor a parameter.
+    After the forward, unregistered state does not count, because it is neither a gradient nor a parameter, but its
+    gradients do.
     """
     decisive = [each for each in comparisons if stage == "forward" or not is_state(each.path) or _is_gradient(each)]
     if any(each.verdict is Verdict.DIVERGED or (each.measurement and each.measurement.numel) for each in decisive):

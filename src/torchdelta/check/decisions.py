@@ -86,9 +86,9 @@ def replay_reference(
 ) -> tuple[Yardstick[Observation], int] | None:
     """Run the truth and a noisy run with the reference's choices, where those are within rounding.
 
-    Return a copy of the yardstick with these two in place of its own truth and noisy runs, and the number of indices
-    that the truth would have chosen otherwise. Return None if that number is 0, or if the program fails with the
-    choices, which is noted.
+    Before that, the reference runs once more to record its choices. Return a copy of the yardstick with these two in
+    place of its own truth and noisy runs, and the number of indices that the truth would have chosen otherwise. Return
+    None if that number is 0, or if the program fails with the choices, which is noted in the baseline.
     """
     record = DecisionRecord()
     with baseline.timed("replay"):
@@ -153,9 +153,11 @@ class DecisionFollower:
     def explain(self, stages: list[Stage]) -> list[Stage]:
         """Return the stages; leaves that the candidate's decisions explain, or may, become equivalent or inconclusive.
 
-        Only leaves that `_is_suspect` are looked at: their values diverged in the native question alone. The stages are
-        returned unchanged if there are none, if float64 diverged anywhere, or if the program fails with the candidate's
-        decisions, which is noted. Sets `close_rows` and `exchanged`.
+        Only leaves that `_is_suspect` are looked at: their values diverged in the native question alone.
+        `_compare_again` makes them equivalent, and is called only if a choice was exchanged or `steps` is the only
+        stage with such leaves; `_doubt` makes them inconclusive. The stages are returned unchanged if there are none,
+        if float64 diverged anywhere, or if the program fails with the candidate's decisions, which is noted. Sets
+        `close_rows` and `exchanged`.
         """
         suspects = [stage.name for stage in stages if _has_suspects(stage)]
         if not suspects or any(_has_diverged(leaves.values()) for leaves in self.semantic.values()):
@@ -176,8 +178,9 @@ class DecisionFollower:
     def _compare_again(self, stages: list[Stage], *, has_steps: bool) -> list[Stage]:
         """Return the stages; a suspect leaf becomes equivalent if it agrees with runs that decide as the candidate did.
 
-        Other leaves keep their comparison. The runs, of truth, reference and noise, are made here, with the stage
-        `steps` if `has_steps`. A note says how many leaves were explained, and by which decisions.
+        `_is_suspect` says which leaves are suspect; the others, and those that do not agree, keep their comparison. The
+        runs, of truth, reference and noise, are made here, with the stage `steps` if `has_steps`. A note says how many
+        leaves were explained, and by which decisions.
         """
         signs = FollowedSigns(
             candidate=self.candidate,
@@ -237,7 +240,8 @@ class DecisionFollower:
         """Find the choices within noise, try them the other way, and keep those that bring truth and candidate closer.
 
         Sets `close_rows`, `exchanged` and the indices that later runs are forced to choose. At most `TRIED` are tried,
-        each by a run of the truth's forward. After an exchange, the choices behind it are looked for anew.
+        the closest ones in the program's order, each by a run of the truth's forward. After an exchange, the choices
+        behind it are looked for anew. Raise SideFailed if a run fails.
         """
         truth, choices = self._run_forward(lifted=True)
         others = [self._run_forward()[1], self._run_forward(noise=Noisy(seed=self.baseline.plan.seed))[1]]
@@ -370,7 +374,7 @@ def _explained(comparison: Comparison, followed: Comparison | None, semantic: Co
     """Return a copy of `followed`, the comparison with the runs that followed the candidate, if it is equivalent.
 
     Its details say so, and have error and noise of the semantic question if `semantic` has them. Return `comparison`
-    itself if it is not suspect, or if `followed` is None or not equivalent.
+    itself if it is not suspect (`_is_suspect`), or if `followed` is None or not equivalent.
     """
     if followed is None or not _is_suspect(comparison) or followed.verdict is not Verdict.EQUIVALENT:
         return comparison
@@ -729,8 +733,8 @@ class FollowedSigns:
         """Replace undecided elements of the truth's gradients in a step by the candidate's, and remember them.
 
         `gradients` has the truth's gradients by parameter name, and is changed in place. An element is undecided if
-        both sides are near zero by the noise of the first step, and differ. `undecided` gets a mask for each parameter
-        whose gradients are known, and `count` grows by the undecided elements of another sign.
+        truth and candidate are near zero there by the noise of the first step, and differ. `undecided` gets a mask for
+        each parameter whose gradients are known, and `count` grows by the undecided elements of another sign.
         """
         for name, gradient in gradients.items():
             key = f"[{name!r}]"
@@ -788,12 +792,12 @@ def _noise(truth: torch.Tensor, runs: Sequence[torch.Tensor]) -> torch.Tensor:
 def settle_steps(
     sides: Sequence[Leaves], truth: Observation, runs: Sequence[Observation], reach: Callable[[str], float]
 ) -> tuple[list[Leaves], dict[str, int]]:
-    """Return the sides with the truth's elements in parameters whose gradient is undecided, and their number by path.
+    """Return the sides with the truth's values at undecided elements of parameters, and how many there are by path.
 
     Each side has its leaves of the stage `steps`; the sides are copied, not changed. An element is undecided if the
     truth's gradient of a step is within noise of zero, by the differences between truth and the correct `runs`; it then
-    stays undecided in all later steps. An undecided element further from the truth than `reach` says of its path
-    stays as it is, and so do leaves that are not parameters.
+    stays undecided in all later steps. An undecided element further from the truth than `reach` says of its path stays
+    as it is, but is counted. Leaves that are not parameters stay. Paths without undecided elements have no number.
     """
     counts: dict[str, int] = {}
     settled = [dict(leaves) for leaves in sides]
@@ -822,10 +826,11 @@ def reach_of_steps(starts: Mapping[str, torch.Tensor], runs: Sequence[Observatio
     """Return a function from the path of a stepped parameter to how far a step in another direction may take it.
 
     That is a few times the largest distance of one of its elements from `starts`, the initial parameters, in any of
-    these correct runs. It is infinite if the start is unknown.
+    these correct runs. It is infinite if the start is unknown, or if no run has the parameter in the start's shape.
     """
 
     def reach(path: str) -> float:
+        """Return how far a step in another direction may take the parameter at a path."""
         match = _STEPPED.fullmatch(path)
         start = starts.get(ast.literal_eval(match["name"])[0]) if match else None
         values = [run.stages.get("steps", {}).get(path) for run in runs]

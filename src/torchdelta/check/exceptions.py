@@ -30,8 +30,8 @@ _NAMED = 3
 def run(check: Check) -> Report:
     """Run a check and return its report; if the program raises eagerly, compare that with what the candidate does.
 
-    Raise EagerFails if the candidate raises the same, fails to compile or runs out of memory, if the machine is the
-    reason, or if the program does not raise the same each time it runs.
+    Raise EagerFails without comparing if the program raised only after its reference had run, or if `_raises_by_itself`
+    is False. Raise it too if the candidate raises the same, fails to compile or runs out of memory.
     """
     try:
         return check.run()
@@ -65,8 +65,8 @@ def _raises_by_itself(check: Check, failed: EagerFails) -> bool:
 def _compare(check: Check, failed: EagerFails) -> Report:
     """Return the report on a program that raises eagerly: the stages before that, and the one that compares exceptions.
 
-    If the candidate fails in a stage before, the report ends there. Raise EagerFails if the candidate raises the same,
-    fails to compile or runs out of memory.
+    If the candidate fails in a stage before, the report ends there, but EagerFails is raised if it raised the same. In
+    the stage itself, raise EagerFails if the candidate raises the same, fails to compile or runs out of memory.
     """
     baseline, plan, transform = check.baseline, check.baseline.plan, check.transform
     place = STAGES.index(failed.stage)
@@ -105,8 +105,8 @@ def _compare(check: Check, failed: EagerFails) -> Report:
 def _judge(candidate: CandidateRun, failed: EagerFails) -> Comparison:
     """Return the comparison of the reference's exception with the candidate's, or with what the candidate returned.
 
-    It is DIVERGED, or INCONCLUSIVE if the candidate returned and did not run transformed. Raise EagerFails if the
-    candidate raises the same, fails to compile or runs out of memory.
+    It is DIVERGED, or INCONCLUSIVE if the candidate returned and some or all of its calls ran untransformed. Raise
+    EagerFails if the candidate raises the same, fails to compile or runs out of memory.
     """
     expected, failure = failed.__cause__, candidate.failure
     assert expected is not None
@@ -155,7 +155,10 @@ def _text(name: str, message: str) -> str:
 
 
 def _returned(candidate: CandidateRun, stage: str) -> str:
-    """Return in a few words what the candidate left behind in a stage in which the reference raised."""
+    """Return in a few words what the candidate left behind in a stage in which the reference raised.
+
+    In the forward these are up to three outputs and the number of the others; in another stage, the number of leaves.
+    """
     leaves = candidate.observation.stages.get(stage, {})
     if stage != "forward":
         return f"no exception, and {len(leaves)} leaves"

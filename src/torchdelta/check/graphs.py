@@ -70,6 +70,7 @@ class GraphRecorder:
         calls = 0
 
         def run(*args: Any) -> Any:
+            """Run the graph and return its result; record the call unless paused or after `CALLS` calls."""
             nonlocal calls
             calls += not self.is_paused
             if calls <= CALLS and not self.is_paused:
@@ -105,6 +106,7 @@ class RecordedTransform(ObservedTransform):
             plain = transformed.side.call
 
             def call(*args: Any, **kwargs: Any) -> Any:
+                """Call the side, with the recorder paused unless this is one of the first `recorder.calls` calls."""
                 nonlocal calls
                 calls += 1
                 recorder.is_paused = recorder.calls is not None and calls > recorder.calls
@@ -119,8 +121,9 @@ class RecordedTransform(ObservedTransform):
 def capture_graphs(baseline: Baseline, transform: Transform, level: str = DYNAMO) -> list[CapturedGraph]:
     """Return the graphs that the transform would be given; ProgramError if torch makes none of the program.
 
-    A compiler gets several; at the level `aot` these are the forward and backward graphs that its own backend is given.
-    Any other transform gets the whole program as one graph, whatever the level. The transform itself is not applied.
+    A compiler gets several. Each recorded call, with its inputs, is an entry of its own, so one graph comes up to
+    `CALLS` times. At the level `aot` these are the forward and backward graphs that its own backend is given. Any other
+    transform gets the whole program as one graph, whatever the level. The transform itself is not applied.
     """
     return _record(baseline, transform, level) if transform.traits.is_compiler else [_trace(baseline, transform)]
 

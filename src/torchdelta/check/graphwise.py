@@ -55,10 +55,10 @@ class GraphwiseAnswer:
         return self.question == ASKED and all(verdict is Verdict.EQUIVALENT for verdict in answers)
 
     def add_to(self, stage: Stage) -> Stage:
-        """Return the stage with one more comparison for each value of a graph that diverged in float64.
+        """Return the stage with one more comparison for each value of a graph that diverged in that stage in float64.
 
-        If `are_same`, the stage's own leaves get the largest error, noise and resolution of any graph in their details,
-        as those of an answer in float64. A stage without comparisons is returned unchanged.
+        If `are_same`, the stage's own leaves get the largest error, noise and resolution of any graph, in any stage, in
+        their details, as those of an answer in float64. A stage without comparisons is returned unchanged.
         """
         if not stage.comparisons:
             return stage
@@ -81,8 +81,8 @@ class GraphwiseAnswer:
 def ask_graphs(baseline: Baseline, transform: Transform) -> GraphwiseAnswer:
     """Capture the graphs that the transform is given, and ask of each whether it is the same function in float64.
 
-    The inputs of a graph are those of its first call in the reference, lifted. If no graph can be captured, none is
-    asked, and the answer says why.
+    The inputs of a graph are those of its first recorded call, lifted. Graphs that compute nothing are left out. If no
+    graph can be captured, none is asked, and the answer says why.
     """
     answers: dict[str, list[Comparison]] = {}
     unasked: list[str] = []

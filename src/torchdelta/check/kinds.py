@@ -73,8 +73,11 @@ def _tell_kind(comparison: Comparison, stage: str, lifted: LiftedSides, accepted
 def _kind_of(comparison: Comparison, stage: str, lifted: LiftedSides) -> str:
     """Return the kind of a leaf that diverged, by its contract, by its answer in float64, or by that of the graphs.
 
-    A broken contract is CONTRACT, and a leaf that was not measured is UNKNOWN otherwise. Without any answer it is
-    UNKNOWN too, unless both sides have integers that differ in float64 as well, which is ANOTHER_FUNCTION.
+    With a breach that is not excused, or without a measurement, it is CONTRACT if it has any breach, and else UNKNOWN.
+    Otherwise `_kind_by` reads its answer. Without an answer, a leaf that diverged in the semantic question is
+    ANOTHER_FUNCTION. If the graphs were asked, it is LESS_ACCURATE if they agree and `_may_be_rounding`, and else
+    UNKNOWN. If they were not, it is ANOTHER_FUNCTION if both sides have integers that differ in float64 as well, and
+    else UNKNOWN.
     """
     if any(not breach.excused for breach in comparison.contract) or comparison.measurement is None:
         return CONTRACT if comparison.contract else UNKNOWN

@@ -36,9 +36,11 @@ ATTEMPTS = 20
 def extend(baseline: Baseline, transform: Transform, notes: list[str]) -> Baseline:
     """Return the baseline with one more iteration on other inputs, if the transform is meant for them, and add a note.
 
-    The note says what is other about the inputs. If no other inputs can be made or the program accepts none, the
-    baseline itself is returned, and the note says why. Without a note, it is returned itself if the transform is not
-    meant for other inputs, if the plan has some already, or if the program raises eagerly.
+    It is a new baseline without runs, which shares the notes and the seconds; the note says what is other about the
+    inputs. They are the first of up to `ATTEMPTS` that the program accepts, with finite outputs if those of its own
+    inputs are finite. If no other inputs can be made or the program accepts none, the baseline itself is returned, and
+    the note says why. Without a note, it is returned itself if the transform is not meant for other inputs, if the plan
+    has some already, or if the program raises eagerly.
     """
     kind = transform.traits.other_inputs
     if kind is None or baseline.plan.further:

@@ -136,6 +136,7 @@ def judge_lifted(lifted: LiftedRun, baseline: Baseline, *, keeps_names: bool) ->
     judge = Judge(policy=policy, terms=Terms(ignore=frozenset(IGNORABLE)))
 
     def compare(yardstick: Yardstick[Observation]) -> Answers:
+        """Return the answers of all stages of the candidate, each held against the yardstick."""
         return {
             stage: _compare_stage(
                 judge, stage, lifted.candidate, yardstick, baseline, _unwritten(stage, lifted, baseline), keeps_names
@@ -165,7 +166,8 @@ def _rounding_of_constants(lifted: LiftedRun, baseline: Baseline) -> float:
     """Return the relative error that the constants of another implementation may have in float64.
 
     It is that of float32. If one side has state that the other lacks or starts with other values, it is that of the
-    program's dtype if that is coarser: a fold has rounded tensors that it left out into the others.
+    program's dtype if that is coarser: a fold has rounded tensors that it left out into the others. Attributes without
+    a tensor do not count.
     """
     reference, candidate = lifted.reference, lifted.candidate
     own = candidate.other_starts | (candidate.state_names ^ reference.state_names)
@@ -256,11 +258,11 @@ def _add_answer(
 ) -> Comparison:
     """Return a native comparison with its float64 answer; unchanged if it has diverged or was not measured itself.
 
-    Without an answer it only becomes inconclusive if its truth is that of another program. An answer that was not
-    measured makes it inconclusive, even if the answer diverged. A measured answer that diverged replaces verdict,
-    reason and numbers; any other only adds its error, noise and resolution to the details. If `is_foreign` says of the
-    path that the program is another function in float64, a measured answer that diverged, and an equivalent leaf far
-    from its truth, become inconclusive instead.
+    Without an answer it only becomes inconclusive if its truth is that of another program (`_doubt_foreign`). An answer
+    that was not measured makes it inconclusive, even if the answer diverged. A measured answer that is not equivalent
+    replaces verdict, reason and numbers; an equivalent one only adds its error, noise and resolution to the details,
+    and one without an error nothing. If `is_foreign` says of the path that the program is another function in float64,
+    a measured answer that is not equivalent, and an equivalent leaf far from its truth, become inconclusive instead.
     """
     if native.verdict is Verdict.DIVERGED or native.measurement is None:
         return native

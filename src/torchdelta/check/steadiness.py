@@ -72,6 +72,7 @@ def doubt_coarse(stage: Stage, fine: Collection[str] = (), *, has_gradients: boo
     largest = max((scale for scale in scales if math.isfinite(scale)), default=0.0)
 
     def doubt(comparison: Comparison) -> Comparison:
+        """Return a comparison, inconclusive if it passed only because of its noise."""
         if is_exact_by_purpose and comparison.verdict is Verdict.EQUIVALENT and _is_rounding_alone(comparison):
             reason = f"{comparison.reason}, but the values of the reference are rounding errors themselves"
             return replace(comparison, verdict=Verdict.INCONCLUSIVE, reason=reason)
@@ -153,11 +154,12 @@ def doubt_few(stage: Stage, answers: Mapping[str, Comparison], *, unit: float, r
     """Return the stage with the diverged leaves inconclusive whose few elements only the candidate rounds.
 
     Another order of the same sum rounds where the reference, by chance, does not, and no noisy run shows that. Only
-    leaves of at most `FEW` elements without a broken contract are looked at, whose noise is below the rounding `unit`
-    of the program, that are the same function in float64, by `answers`, and off by at most `reach`.
+    leaves of at most `FEW` elements without a broken contract are looked at, whose noise is at most half the relative
+    rounding `unit` of the program, that are the same function in float64, by `answers`, and off by at most `reach`.
     """
 
     def doubt(comparison: Comparison) -> Comparison:
+        """Return a comparison, inconclusive if only the candidate rounds its few elements, or else unchanged."""
         answer, measurement = answers.get(comparison.path), comparison.measurement
         if comparison.verdict is not Verdict.DIVERGED or answer is None or measurement is None:
             return comparison
@@ -203,7 +205,7 @@ def differing_runs(first: Observation, second: Observation) -> dict[tuple[str, s
 def drop_unsteady(
     stage: Stage, unsteady: dict[tuple[str, str], Comparison], reference: Observation
 ) -> tuple[Stage, list[str]]:
-    """Return the stage without the unregistered state in which two runs of the reference differ, and its paths.
+    """Return the stage without unregistered state in which two runs of the reference differ, and the paths left out.
 
     `unsteady` has the comparisons of these runs that differ, by stage and path. If one of the runs lacks a leaf, such
     as an entry by a timestamp, leaves of the same name that the reference lacks are left out as well. If no leaf
@@ -232,6 +234,7 @@ def excuse(stage: Stage, unsteady: dict[tuple[str, str], Comparison]) -> Stage:
     """
 
     def excuse_leaf(comparison: Comparison) -> Comparison:
+        """Return a comparison, inconclusive if two runs of the reference differ in its leaf, or else unchanged."""
         between_runs = unsteady.get((stage.name, comparison.path))
         if between_runs is None or any(not breach.excused for breach in comparison.contract):
             return comparison

@@ -22,7 +22,10 @@ def get_ready() -> None:
 
 
 def check_program(request: Mapping[str, Any], place: QueryDirectory) -> dict[str, Any]:
-    """Check the program of a request that `check_isolated` wrote; return its report and the warnings, encoded."""
+    """Check the program of a request that `check_isolated` wrote; return its report and the warnings, encoded.
+
+    The compiler settings of the request hold during the check, and `place` is told each part of it as it begins.
+    """
     options = decode(CheckOptions, request["options"], "options")
     with settings.applied(request["settings"]), collected_warnings() as texts:
         report = run_check(prepare(request["program"], options=options, progress=place.tell))

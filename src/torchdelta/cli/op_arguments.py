@@ -145,9 +145,10 @@ class _Reader:
         )
 
     def _item(self, key: ast.expr | None, value: ast.expr, whole: ast.expr) -> list[Any]:
-        """Return [key, description of the value] of one item of a dict; UsageError if the key is not a text or number.
+        """Return [key, description of the value] of one item of a dict.
 
-        An unpacked dict, for which `key` is None, is a UsageError too; `whole` is the dict around it.
+        UsageError if the key is not a literal text, real number without a sign, or truth value, or if the value cannot
+        be described. An unpacked dict, for which `key` is None, is one too; `whole` is the dict around it.
         """
         if key is None:
             raise self._wrong(whole, "there is nothing to unpack in a dict")
@@ -261,7 +262,8 @@ class _Reader:
     def _bound(self, node: ast.expr, dtype: str) -> float:
         """Return one end of a range; UsageError if it is not a finite real number, or an integer dtype cannot have it.
 
-        For an integer dtype it has to be an int; one above the dtype's largest value is accepted, up to 2**63 - 1.
+        For an integer dtype it has to be an int from the dtype's least value to its largest plus 1, because the upper
+        end of a range is not in it; it is never above 2**63 - 1.
         """
         number = self._number(node)
         if isinstance(number, complex) or not math.isfinite(number):

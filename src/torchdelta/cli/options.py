@@ -138,6 +138,7 @@ def taking(**readers: Callable[..., Any]) -> Callable[[Command], Command]:
     shared = {name: inspect.signature(read, eval_str=True).parameters for name, read in readers.items()}
 
     def decorate(command: Command) -> Command:
+        """Return the command with the readers' parameters in place of the arguments that they return."""
         own = inspect.signature(command, eval_str=True).parameters
 
         @functools.wraps(command)
@@ -158,9 +159,9 @@ def taking(**readers: Callable[..., Any]) -> Callable[[Command], Command]:
 def running(transform: str, json_file: Path | None, *, verbose: bool) -> Iterator[Progress]:
     """Show on stderr what a run is doing; yield the `Progress`, which is called with the name of each part.
 
-    What the program prints meanwhile goes to stderr too, because stdout is for the answer. UsageError at once if
-    `json_file` is a file that cannot be written. Without `verbose`, warnings are only counted, and their number is
-    printed at the end.
+    `transform` begins each line. What the program prints meanwhile goes to stderr too, because stdout is for the
+    answer. `json_file` is only checked: UsageError at once if it is a file that cannot be written. Without `verbose`,
+    warnings are only counted, and their number is printed at the end, unless the block raises.
     """
     if json_file is not None and json_file != STDOUT:
         require_writable(json_file)

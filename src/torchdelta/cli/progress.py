@@ -40,7 +40,10 @@ class Progress:
     """Shows the part that is under way until its context ends; call it with the name of each part as it begins."""
 
     def __init__(self, title: str, console: Console, *, plain_every_s: float = PLAIN_EVERY_S) -> None:
-        """Keep the title, which is part of each line, and the console to print to; nothing is shown before `with`."""
+        """Keep the title, which is part of each line, and the console to print to; nothing is shown before `with`.
+
+        `plain_every_s` is the time between two lines on a console that is not a terminal.
+        """
         self.title, self.console, self.plain_every_s = title, console, plain_every_s
         self.part = _FIRST
         self._started = time.monotonic()

@@ -40,9 +40,9 @@ def first_difference(
 ) -> str:
     """Return path and difference, as text, of the first leaf that rounding does not explain; empty if it explains all.
 
-    A leaf on one side only is a difference. Numbers are compared as tensors; other objects differ if their types do, or
-    if they are unequal strings. Rounding explains a `distance` of up to `MOVED` times the leaf's noise, and between
-    floats always one of up to the root of the dtype's eps.
+    A leaf on one side only is a difference. Python numbers are compared as tensors; other objects, such as arrays,
+    differ only if their types do, or if they are unequal strings. Rounding explains a `distance` of up to `MOVED` times
+    the leaf's noise, and between floats always one of up to the root of the dtype's eps.
 
     `moved` has the leaves of runs on inputs with other last bits. The noise is one of their finite distances from
     `plain`, picked by `choose`: `min` if one of the runs may have crossed an edge, `max` if the computation is linear.

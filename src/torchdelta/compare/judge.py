@@ -47,10 +47,10 @@ class Judge:
     ) -> tuple[list[Comparison], list[UnmatchedLeaf]]:
         """Return the comparisons of the leaves, path by path, and the leaves that only one side has.
 
-        A leaf without a partner has a comparison too, which is DIVERGED; two containers of one kind have none. `truth`
-        and `noisy` have the leaves of the float64 run and of the noisy runs, which may lack some. `aliases` says, for
-        the reference and for the candidate, with which other values the leaf at a path shares memory; a difference is a
-        breach.
+        A leaf without a partner has a comparison too, which is DIVERGED; two containers of one kind, with their keys in
+        one order, have none. `truth` and `noisy` have the leaves of the float64 run and of the noisy runs, which may
+        lack some. `aliases` says, for the reference and for the candidate, with which other values the leaf at a path
+        shares memory; a difference is a breach.
         """
         pairs, unmatched = align(reference, candidate, truth, noisy)
         comparisons = [self._compare_pair(pair, aliases) for pair in pairs]

@@ -179,7 +179,10 @@ def _largest(values: torch.Tensor) -> float:
 
 
 def _sampled(values: torch.Tensor) -> torch.Tensor:
-    """Return |value| of finite values other than zero, in order: of many, about `_SAMPLED` that are evenly spread."""
+    """Return |value| of finite values other than zero, in order: of many, about `_SAMPLED` that are evenly spread.
+
+    If none of these is finite and other than zero, all values are taken.
+    """
     flat = values.reshape(-1)
     for chosen in (flat[:: max(flat.numel() // _SAMPLED, 1)], flat):
         sizes = chosen.abs()

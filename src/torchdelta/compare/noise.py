@@ -69,10 +69,11 @@ class Noise(Policy):
     def judge(self, sample: Sample) -> Judgement:
         """Return DIVERGED if the candidate is further from the truth than rounding explains, and otherwise EQUIVALENT.
 
-        The worst of rms, largest and quartile error and, with noisy runs, error of the worst block decides. Identical
-        tensors are EQUIVALENT. Lost mask constants, and a NaN or Inf out of place where reference and truth agree, are
-        DIVERGED. INCONCLUSIVE if values differ without a truth, if the dtype is too coarse, if the noise overflows
-        float64, or if NaN or Inf leave values that cannot be judged.
+        Values of very different sizes are judged apart (`parts_of`), and the worst part decides. In a part it is the
+        worst of rms, largest and quartile error and, with noisy runs, error of the worst block. Identical tensors are
+        EQUIVALENT. Lost mask constants, and a NaN or Inf out of place where reference and truth agree, are DIVERGED.
+        INCONCLUSIVE if values differ without a truth, if the dtype is too coarse, if the noise overflows float64, or if
+        NaN or Inf leave values that cannot be judged. `accepted` has no effect here.
         """
         if sample.truth is None:
             return _judge_without_truth(sample.measurement)
@@ -89,7 +90,7 @@ def _judge_part(part: Part, whole: Sample) -> Judgement:
     """Return the judgement of the finite values of one part of a sample, by the worst of its statistics.
 
     Mask constants are DIVERGED if one is not what it was, and otherwise EQUIVALENT. Any other part is INCONCLUSIVE in
-    place of EQUIVALENT if its dtype is too coarse.
+    place of EQUIVALENT if its dtype is too coarse. `whole` is the sample before it was cut into parts.
     """
     sample = part.sample
     if part.is_mask:
@@ -127,7 +128,10 @@ def _is_rounded_truth(sample: Sample) -> bool:
 
 
 def _judge_masks(sample: Sample, whole: Sample) -> Judgement:
-    """Return DIVERGED if a mask constant of a part is not what it was, and otherwise EQUIVALENT."""
+    """Return DIVERGED if a mask constant of a part is not what it was (`lost_masks`), and otherwise EQUIVALENT.
+
+    `whole`, the sample that the part belongs to, only gives the roundoff and the number of noisy runs for the details.
+    """
     assert sample.truth is not None
     lost = lost_masks(sample.truth, sample.reference, sample.candidate)
     details: dict[str, Scalar] = {

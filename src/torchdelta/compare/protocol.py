@@ -74,8 +74,9 @@ class JudgingSteps(ABC, Generic[Run]):
         """Judge the candidate by bits, then by truth and noise; return the stages with their comparisons.
 
         If bits decide all, nothing else is run. With `is_brief` the comparison with the truth and one noisy run is the
-        last step. Otherwise stages are compared again with more noisy runs while a comparison is near the threshold,
-        integers that rounding decides become INCONCLUSIVE, and the semantic question is asked.
+        last step. Otherwise stages are compared again, by one number of noisy runs of `rounds` after the other, while a
+        comparison is near the threshold (`is_near`). Then integers that rounding decides become INCONCLUSIVE, and the
+        semantic question is asked.
         """
         stages = self.judge_by_bits()
         if stages is not None:
@@ -154,7 +155,8 @@ def excuse_integer(
 
     `reference` is the reference's leaf, and `correct` has the same leaf of other correct runs. The candidate may differ
     in `times` times as many elements as the correct run that differs most; a run whose leaf is missing or has another
-    shape counts as `other_shape` elements. Any other comparison is returned unchanged.
+    shape counts as `other_shape` elements. Any other comparison is returned unchanged. A breach of the contract does
+    not prevent it, so callers leave comparisons with a breach out.
     """
     is_integer = isinstance(reference, torch.Tensor) and not is_inexact(reference.dtype)
     if comparison.verdict is not Verdict.DIVERGED or comparison.measurement is None or not is_integer:
@@ -179,9 +181,9 @@ def answer_in_float64(
 ) -> Answers:
     """Return what `compare` says about both sides in float64, by stage and path.
 
-    `compare` is called with the yardstick `native` first. If something diverges, or an answer is coarse, `lifted` is
-    called for a yardstick of runs in float64 itself; unless that is None, `compare` is called with it, and its answers
-    replace the first ones. It is not called if that could show nothing (`_is_all_fine`).
+    `compare` is called with the yardstick `native` first. If an answer diverges, or if one is coarse
+    (`is_coarse_answer`) and not all are fine (`_is_all_fine`), `lifted` is called for a yardstick of runs in float64
+    itself. Unless that is None, `compare` is called with it, and its answers replace the first ones.
     """
     answers = compare(native)
     is_coarse = any(
@@ -194,11 +196,12 @@ def answer_in_float64(
 
 
 def _is_all_fine(answers: Answers) -> bool:
-    """Tell whether each answer is either fine, or about a gradient that is zero but for rounding on both sides.
+    """Tell whether each answer is either fine, or about a gradient that is zero but for rounding.
 
-    Such is the gradient of an attention key's bias: it is at most `ZERO` times the largest gradient, and the error that
-    its answer allows at most `UNSEEN` times. A fine answer resolves errors of `FINE` times the values. Answers about
-    steps do not count.
+    A fine answer has no measurement, no mismatch or no resolution, or resolves errors of `FINE` times the values. A
+    gradient is zero but for rounding if its rms in the reference is at most `ZERO` times the largest one of any
+    gradient, and the error that its answer allows at most `UNSEEN` times; such is that of an attention key's bias.
+    Answers about steps do not count.
     """
     gradients = [each.measurement for each in answers.get("gradients", {}).values() if each.measurement is not None]
     largest = max((each.rms_reference for each in gradients if math.isfinite(each.rms_reference)), default=0.0)
@@ -220,9 +223,10 @@ def _is_all_fine(answers: Answers) -> bool:
 
 
 def is_coarse_answer(answer: Comparison, stage: str) -> bool:
-    """Tell whether both sides differ in float64, and the noise there is nearly as large as the values.
+    """Tell whether an answer says that both sides differ in float64, and has a resolution above `COARSE`.
 
-    A step by the sign of a gradient is coarse in any dtype, so answers of the stage `steps` do not count.
+    Errors of up to that share of the values would then pass. A step by the sign of a gradient is coarse in any dtype,
+    so answers of the stage `steps` do not count.
     """
     differs = answer.measurement is not None and answer.measurement.mismatches > 0
     return stage != "steps" and differs and (answer.resolution or 0.0) > COARSE

@@ -38,9 +38,10 @@ class Semantic(Policy):
     def judge(self, sample: Sample) -> Judgement:
         """Return DIVERGED if both sides, run in float64, differ by more than rounding there, and otherwise EQUIVALENT.
 
-        The worst of rms, largest and quartile error and error of the worst block decides. The rounding is the noise of
-        the noisy runs, scaled down to float64, but at least half a unit of rounding or what `floor` allows. A misplaced
-        NaN or Inf and a lost mask constant are DIVERGED, with an infinite error.
+        Values of very different sizes are judged apart (`parts_of`), and the worst part decides. In a part it is the
+        worst of rms, largest and quartile error and error of the worst block. The rounding is the noise of the noisy
+        runs, scaled down to float64, but at least half a unit of rounding or what `floor` allows. A misplaced NaN or
+        Inf and a lost mask constant are DIVERGED, with an infinite error.
         """
         pair = sample.measurement
         if not pair.mismatches:

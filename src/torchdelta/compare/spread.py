@@ -106,7 +106,10 @@ def spreads(truth: torch.Tensor, runs: Sequence[torch.Tensor | None], mask: floa
     zeros = torch.zeros(min(tile * length, flat_truth.numel()), dtype=torch.float32, device="cpu")
 
     def scan_blocks(blocks: range) -> list[list[_Scanned]]:
-        """Scan some blocks, a tile at a time for all runs, so that the truth is read from memory once."""
+        """Write the mean squares of these blocks to `squares`; return, for each run, the results of its tiles.
+
+        All runs are scanned a tile at a time, so that the truth is read from memory once.
+        """
         scanned: list[list[_Scanned]] = [[] for _ in runs]
         for start in blocks[::tile]:
             stop = min(start + tile, blocks.stop)

@@ -30,7 +30,8 @@ Index = tuple[int | slice, ...]
 def measure_span(reference: torch.Tensor, candidate: torch.Tensor, rtol: float, atol: float) -> Measurement:
     """Return the measurement of two tensors of the same shape, which have elements.
 
-    Of complex tensors the components are elements, and `worst` is the flat index of a component.
+    Only `beyond` depends on `rtol` and `atol`. Of complex tensors the components are elements, and `worst` is the flat
+    index of a component.
     """
     by_value = not has_ulps(reference, candidate)
     measurements = (_measure_piece(*piece, by_value, rtol, atol) for piece in paired_pieces(reference, candidate))

@@ -118,10 +118,11 @@ class Guard:
     ) -> Callable[..., Any]:
         """Compile one graph by `make`, and return the callable, guarded if that is wanted and possible.
 
-        A record is added to the findings; it says why a graph is not guarded. An error of `make` is kept for the first
-        call, which raises or falls back. But it is raised at once with `check="off"` or `on_failure="report"`, or if it
-        is torchdelta's own or meant for dynamo. The callable takes its arguments one by one at the `level` "dynamo",
-        and in a list at all others.
+        A record is added to the findings; it says why a graph is not guarded. An error of `make` for a guarded graph is
+        kept for the first call, which raises or falls back. But it is raised at once with `check="off"`, with
+        `on_failure="report"` (after it was reported), or if it is torchdelta's own or meant for dynamo. A guarded
+        callable takes its arguments one by one at the `level` "dynamo", and in a list at all others. An unguarded one
+        is what `make` returns.
         """
         record = self.findings.add(
             GuardedGraphRecord(

@@ -115,7 +115,8 @@ class GuardedCompiles:
         """Return the backend with a guard around it, or with a counter of its graphs if it is not the `wanted` one.
 
         `name` is the backend's name for torch.compile. All guards share one `GuardFindings`, which the first one makes.
-        UsageError if the backend is a guard already, or if an option of the guard is wrong.
+        UsageError if the backend is a guard already, `wanted` or not, if an option of the guard has a wrong value, or
+        if `out` cannot be made.
         """
         with _quietly():
             from torchdelta._torch.compile.dynamo import origin_of

@@ -58,7 +58,7 @@ class GuardFindings:
             self._require_directory(self.out)
 
     def add(self, record: GuardedGraphRecord) -> GuardedGraphRecord:
-        """Give the record of a new graph the next number, keep it, and return it."""
+        """Keep a copy of the record of a new graph with the next number, from 1, and return it; nothing is written."""
         with self.lock:
             numbered = replace(record, number=len(self.records) + 1)
             self.records[numbered.number] = numbered
@@ -76,7 +76,7 @@ class GuardFindings:
 
         Its name has the graph's number and level, and the call's number from the second call on. Without `out`, a new
         directory in `workplace` becomes `out`, or one among the temporary files if that is gone; all earlier records
-        are written to its index.
+        are written to its index. OSError if a directory cannot be made.
         """
         with self.lock:
             if self.out is None:
@@ -129,8 +129,9 @@ class GuardFindings:
     def finish(self, *, tell: Callable[[str], None] = lambda _: None) -> None:
         """Run `self.command` on each failure that needs it, wait for the answer, and update the record with it.
 
-        `diagnose` runs on every failure; `locate` only on a graph that diverged and has no culprit yet. `tell` gets a
-        line before each command. A record without a recording, or without a readable answer in time, stays as it is.
+        `diagnose` runs on every failure; `locate` only on a graph that diverged and has no culprit yet. A command that
+        was begun earlier is not run again, only waited for. `tell` gets a line before each command. A record without a
+        recording, or without a readable answer within `followup.WAIT_S`, stays as it is.
         """
         for record in self._failures():
             # an exception names its own culprit; only different values need a search

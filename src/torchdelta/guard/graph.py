@@ -228,7 +228,8 @@ class GuardedGraph:
     def check_call(self, args: Sequence[Any]) -> None:
         """Check a call on copies of `args`; update the record, and act on a failure as the config says.
 
-        With `record="always"` the call is written to disk first. If it cannot be checked, the record says why. Raise
+        With `record="always"` the call is written to disk first. If it cannot be checked, the record says why, and the
+        original graph may take over (`_leave_unchecked`); an exception of torchdelta's own becomes a note too. Raise
         Diverged or CompilerFailed for a failure if the config says `on_failure="raise"`.
         """
         record = replace(self.record, call=self.calls)

@@ -77,8 +77,8 @@ def run_script(script: Script) -> ScriptEnding:
 def _load(script: Script) -> tuple[ModuleType, CodeType]:
     """Set `sys.argv` and `sys.path[0]` as Python would; return a `__main__` module and its code, not run yet.
 
-    Of a folder or a zip file, the code is that of `__main__.py`. Refused if there is no such code or it cannot be read;
-    a SyntaxError passes through.
+    Of a folder or a zip file, the code is that of `__main__.py`. For `-m`, parent packages are imported. Refused if
+    there is no such code or it cannot be read; a SyntaxError, and an error in importing a parent, pass through.
     """
     if script.kind == CODE:
         _set_paths("", ("-c", *script.arguments))
@@ -149,7 +149,8 @@ def _module_spec(name: str) -> importlib.machinery.ModuleSpec:
 def _from_spec(spec: importlib.machinery.ModuleSpec, argv: list[str]) -> tuple[ModuleType, CodeType]:
     """Return a `__main__` module and the code of a spec; Refused if it has no Python code.
 
-    The first item of `argv` is replaced by the file of the spec; an empty `argv` stays empty.
+    The first item of `argv` is replaced in place by the file of the spec, if that is known; an empty `argv` stays
+    empty.
     """
     get_code = getattr(spec.loader, "get_code", None)
     code = get_code(spec.name) if get_code is not None else None

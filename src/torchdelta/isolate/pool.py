@@ -294,6 +294,7 @@ def merge_interrupts() -> Iterator[None]:
     last = float("-inf")
 
     def interrupt(_: int, __: FrameType | None) -> None:
+        """Raise KeyboardInterrupt, or do nothing within `SAME_INTERRUPT_S` of the SIGINT that raised last."""
         nonlocal last
         now = time.monotonic()
         if now - last > SAME_INTERRUPT_S:

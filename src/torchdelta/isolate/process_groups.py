@@ -129,10 +129,11 @@ def adopt_orphans() -> bool:
 def exit_when_closed(descriptor: int) -> None:
     """Start a thread that ends this process once the other end of the pipe `descriptor` is closed, and return at once.
 
-    If this process leads its group, the whole group is killed.
+    If this process leads its group, the whole group is killed; otherwise it exits with status 1.
     """
 
     def watch() -> None:
+        """Wait until the pipe is closed, dropping what comes through it, and then end the process; a thread runs it."""
         while os.read(descriptor, 1):
             pass
         if hasattr(os, "killpg") and os.getpgrp() == os.getpid():

@@ -130,7 +130,10 @@ def _answer(question: Message, place: QueryDirectory, order: Order) -> Message:
 
 
 def _load_function(task: str) -> Callable[..., Any]:
-    """Import and return the function that `package.module:function` names; behind the colon, dots lead into classes."""
+    """Import and return the function that `package.module:function` names; behind the colon, dots lead into classes.
+
+    An exception of the import, and AttributeError for a name that is not there, are passed on.
+    """
     module, _, name = task.partition(":")
     value: Any = importlib.import_module(module)
     for part in name.split("."):

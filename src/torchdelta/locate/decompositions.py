@@ -58,7 +58,7 @@ class Decompositions:
         """Run the graph node by node on `inputs`, and yield the judgement of each node that `table` can decompose.
 
         Nodes that draw random numbers are run, but not yielded. `total` grows by one for each node that is yielded,
-        also if it could not be judged.
+        also if it could not be judged. `level` is only copied into the judgements.
         """
         interpreter = Interpreter(graph, garbage_collect_values=False)
         feed = iter(inputs)
@@ -81,7 +81,8 @@ class Decompositions:
         """Run a node's decomposition on copies of its inputs; return the node, with the result judged by its own value.
 
         `region` is the node alone, and `values` has the value of each node so far. If the decomposition raises or
-        returns NotImplemented, the node is returned as not judged; an exception is noted.
+        returns NotImplemented, the node is returned as not judged; an exception is not raised, but noted. `level` is
+        only copied into the result.
         """
         node = region.result
         args, kwargs = copy_tensors(map_arg((node.args, node.kwargs), values.__getitem__))

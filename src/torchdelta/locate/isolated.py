@@ -35,8 +35,9 @@ def locate_isolated(
 
     `report` is that of the check, which is not run again. `options` must have names only (`is_named`). `settings` are
     compiler settings that the worker has during the search. Graphs of dynamo that the search runs are written into the
-    directory `graphs`; None writes none. SearchFailed if the worker died, or exceeded the time or memory of `limits`; a
-    TorchDeltaError of the search is raised too, and RuntimeError for its other exceptions.
+    directory `graphs`; None writes none. Of `limits`, only time and memory count. `progress` gets the name of each part
+    of the search. SearchFailed if the worker died, or exceeded a limit; a TorchDeltaError of the search is raised too,
+    and RuntimeError for its other exceptions.
     """
     request = {
         "program": program,

@@ -115,7 +115,7 @@ def find_cause(transform: Transform, ask: Callable[[Transform], tuple[Verdict, s
 
     Each is tried alone: `ask` checks the transform with that one setting changed, and returns verdict and reason.
     Return None and the length of the list if no setting does it, or None and 0 if the transform is not inductor. A
-    cause whose setting the transform has already is skipped.
+    cause whose setting the transform has already is not tried, but counts in that number.
     """
     if not isinstance(transform, Compiler) or not transform.is_inductor:
         return None, 0

@@ -117,9 +117,9 @@ class Locator:
         """Return the findings about nodes, and the rungs up to the first that fails; no rungs unless the check failed.
 
         Ordinarily each node is judged, also if the check passed. If a compiler fails at the rung `dynamo` or `aot`, the
-        findings are only a note; at `decomposed`, each decomposition is judged; at `backend`, a cause by setting may be
-        looked for too. If the candidate crashed or timed out, the findings are empty, unless the transform has a seam
-        and is not a compiler.
+        findings are only a note; at `decomposed`, each decomposition is judged instead. At `backend`, a cause by
+        setting is looked for too if `with_cause` is set, taps change the verdict, or no node is a culprit. If the
+        report has a failure, the findings are empty, unless the transform has a seam and is not a compiler.
         """
         transform = self.check.transform
         rungs: tuple[Rung, ...] = ()
@@ -214,7 +214,8 @@ def locate(
     """Check a program, search for the operations that go wrong, and return the location; the first culprit comes first.
 
     If nothing goes wrong, the location has no culprits. `torchdelta.locate` explains the parameters. UsageError if
-    `memory_bytes` is neither None nor a whole number from 0; otherwise raises as `prepare` and `Check.run` do.
+    `memory_bytes` is neither None nor a whole number from 0, or if `mapping` does not fit the graphs; otherwise raises
+    as `prepare` and `exceptions.run` do.
     """
     if memory_bytes is not None and (not isinstance(memory_bytes, int) or memory_bytes < 0):
         raise UsageError(f"memory_bytes is a number of bytes, not {memory_bytes!r}")

@@ -115,7 +115,7 @@ class _OneByOne:
         """Quantize the module at `path` alone, without its submodules; return its effects, or why they are not known.
 
         The reason is the exception of the quantizer or of the run, which is not raised, or that nothing was quantized.
-        `graph` is not changed, and `side` has the inputs to calibrate on.
+        `graph` is not changed, and `side` has the inputs to calibrate on. `ops` is only copied into the result.
         """
         try:
             quantized = quantize(graph, side, self.transform.quantizer_factory, only=path, is_inside=_is_directly_in)
@@ -130,8 +130,8 @@ class _OneByOne:
     def _effects(self, graph: GraphModule) -> tuple[Effect, ...]:
         """Run a quantized graph on copies of the inputs, and return how far each output tensor is from the reference's.
 
-        A tensor that is not of floats, or for which the graph returns another shape or no tensor, is left out with a
-        note. SideFailed if the graph raises.
+        An output tensor of the reference that is neither floating-point nor complex, or for which the graph returns
+        another shape or no tensor, is left out with a note. SideFailed if the graph raises.
         """
         baseline = self.check.baseline
         fresh = Side.copied_from(baseline.program, with_callable=False)

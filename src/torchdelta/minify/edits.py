@@ -71,7 +71,8 @@ class Edit:
 
         Nodes that neither an output nor an effect needs are removed. A node in `cut` whose value is a number becomes a
         literal, and one whose value is neither that nor a tensor is not cut. Inputs that are drawn are drawn again for
-        their new shape, unless the edit has another value for them. The result has no `origin`.
+        their new shape, unless the edit has another value for them. The result has neither `origin` nor `with_names`.
+        If nodes are cut, the subject is run eagerly for its `values`, and an error of that run passes through.
         """
         names = {node.name for node in subject.graph.graph.nodes}
         cut = {name: subject.values[name] for name in cuttable(subject, self.cut & names)}

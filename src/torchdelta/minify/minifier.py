@@ -157,8 +157,8 @@ class Minifier:
         """Return the user's own program as a result, or None if no script can build it or it does not fail as is meant.
 
         It must have a name that is not a recording, and named options; one of its failures must be one that `limits`
-        accept. Without a `report` the program is checked, by the workers of `pool` or of a new one, and `report` is
-        set.
+        accept, and the first such is followed. Without a `report` the program is checked, by the workers of `pool` or
+        of a new one, and `report` is set; what `check_isolated` raises passes through.
         """
         options = self.options
         if self.program is None or recording_of(self.program) is not None or options is None or not options.is_named:
@@ -241,7 +241,7 @@ class Minifier:
         """Return a predictor of the queries that the reduction will most likely need, before the failure is known.
 
         It assumes that values diverge in forward, or, once the first predicted query is answered, that the failure is
-        the one in its answer. If that answer shows no failure, or one that needs gradients, it predicts nothing.
+        the first one in its answer. If that answer shows no failure, or one that needs gradients, it predicts nothing.
         """
         assert isinstance(self.ask, WorkerOracle)
         find = partial(self.ask.find, case=replace(self.ask.case, stages=FORWARD))

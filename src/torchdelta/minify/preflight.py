@@ -81,9 +81,9 @@ class Preflight:
 
         A failure is followed if `limits.match` allows it and it is like one of `expected`, or none is expected. If only
         others show, the first of them is followed, with a note; if none shows but some are expected, all graphs are
-        asked again several times. If the case has the semantic question, the first round leaves it out and ignores
-        small errors, which may be a loss of accuracy. NothingToMinify also if no graph runs eagerly or no query is
-        left. Afterwards the case of `ask` has only the stages that the failure needs.
+        asked up to `TRIALS - 1` more times. If the case has the semantic question, the first round leaves it out and
+        ignores small errors, which may be a loss of accuracy. NothingToMinify also if no graph runs eagerly or no query
+        is left. Afterwards the case of `ask` has only the stages that the failure needs.
         """
         case = self.ask.case
         others: list[tuple[int, FailingGraph]] = []

@@ -283,8 +283,8 @@ def prepare_subject(
 ) -> Check:
     """Return the check of a subject under a case, not yet run; `transform` is passed along because it may have no name.
 
-    The case's optimizer and loss are left out, and its options too for a `Transform` object, which has its own.
-    `progress` gets the name of each part of the check as it begins.
+    Of the case, iterations, steps, optimizer, loss and `thorough` are left out, and for a `Transform` object also the
+    options, because it has its own. `progress` gets the name of each part of the check as it begins.
     """
     options = CheckOptions(
         transform=transform,

@@ -55,9 +55,10 @@ def capture(
     """Run a graph module or exported program over batches, and return a capture with the values of its nodes.
 
     A batch is a tuple of arguments, or a pair of such a tuple and a dict of keyword arguments. The generators are
-    seeded with `seed` plus the number of the batch. `keep` is "values" or "statistics"; beyond `limit_bytes` only
-    statistics are kept. With `out`, the values are written to that directory. A node that raises ends the capture with
-    a note. The graph's state is restored. Raise UsageError for arguments that cannot be used.
+    seeded with `seed` plus the number of the batch, from 0. `keep` is "values" or "statistics"; once the values of all
+    batches would exceed `limit_bytes`, only statistics are kept. With `out`, the values are written to that directory.
+    A node that raises ends the capture with a note. The graph's state goes on from batch to batch, and is restored at
+    the end. Raise UsageError for arguments that cannot be used.
     """
     if keep not in ("values", "statistics"):
         raise UsageError(f"keep is 'values' or 'statistics', not {keep!r}")
@@ -229,9 +230,9 @@ class Recorder:
         return tensor
 
     def _fits(self, size: int) -> bool:
-        """Return whether a tensor of `size` bytes is within the limit; after the first that is not, no tensor is.
+        """Tell whether a tensor of `size` bytes fits into the limit with those that were kept before.
 
-        The first one that does not fit adds a note.
+        After the first one that does not fit, which adds a note, no tensor does.
         """
         # once one tensor did not fit none does, because small values kept at random could not be understood
         if not self.is_full and self.kept_bytes + size > self.limit_bytes:
@@ -248,9 +249,10 @@ class Recorder:
             logged.leaves[logged.path] = logged.tensor.clone()
 
     def _drop_overwritten(self, logged: _LoggedTensor) -> bool:
-        """Return whether a logged tensor was overwritten unannounced; then `Unreadable` takes its place, with a note.
+        """Tell whether a logged tensor was overwritten without a call of `before_write`.
 
-        A tensor that is no longer in the log itself, because a copy or record took its place, does not count.
+        If so, `Unreadable` takes its place in the log, with a note. A tensor that is no longer in the log itself,
+        because a copy or record took its place, does not count.
         """
         if tensors.version(logged.tensor) == logged.version or logged.leaves.get(logged.path) is not logged.tensor:
             return False
@@ -261,7 +263,7 @@ class Recorder:
     def _flush(self) -> None:
         """Write the tensors that wait to the directory, and forget the uncopied ones.
 
-        Tensors that were overwritten unannounced become `Unreadable` instead.
+        Tensors that were overwritten without a call of `before_write` become `Unreadable` instead.
         """
         assert self.writer is not None
         for entries in self.uncopied.values():

@@ -146,8 +146,8 @@ def join_findings(values: NodeFindings, gradients: NodeFindings) -> NodeFindings
 def findings_from_modules(rows: tuple[Row, ...], culprits: tuple[Row, ...], coverage: Coverage) -> NodeFindings:
     """Return the findings about modules: all rows, the coverage, and a culprit for each row in `culprits`.
 
-    If a value of the row diverged, the values are the evidence, and the stage is `forward`. Otherwise the gradients
-    are, in the stage `gradients`; then the row must have some.
+    If a value of the row diverged, or the row has no gradients, the values are the evidence, and the stage is
+    `forward`. Otherwise the gradients are, in the stage `gradients`.
     """
     module_culprits = []
     for row in culprits:

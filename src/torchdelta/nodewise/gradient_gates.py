@@ -90,7 +90,8 @@ class Gates:
     def judge_nodes(self) -> list[TappedNode]:
         """Judge the recorded graphs by the gradients that nodes and leaves got, and return the judgements of all.
 
-        Call it once, after the backward. The hooks on the leaves are removed. A note says which nodes were left out.
+        Call it once, after the backward. The hooks on the leaves are removed. For each graph, a note names nodes that
+        were left out, as `_judge_run` says.
         """
         for run in self.runs:
             run.gradients.remove_hooks()
@@ -100,8 +101,9 @@ class Gates:
     def _judge_run(self, run: _GatedRun) -> Iterator[TappedNode]:
         """Yield judgements of the leaves of one graph, and of its nodes that got a gradient and have a gated input.
 
-        The last node comes first. Nodes and leaves that are overwritten, and nodes that read a memory layout, are left
-        out with a note. Nodes that write, called modules, and `unsteady_nodes` are left out without one.
+        The last node comes first. Nodes and leaves with a reader that writes to its first argument, and nodes that read
+        a memory layout, are left out with a note. Nodes that write themselves, called modules, and `unsteady_nodes` are
+        left out without one.
         """
         with torch.no_grad():
             values = values_between(run.graph, run.inputs, run.tapped)
@@ -141,7 +143,8 @@ class Gates:
 
         `sources` are its inputs that have a gate, and `cotangents` has the gradient that each of its outputs got, or
         None. `values` has the candidate's value of each node, and `edge_gradients` the gradient that it sent over each
-        edge. A missing gradient counts as zeros. The judgement of a node that draws random numbers has no comparisons.
+        edge. A missing gradient counts as zeros. The judgement of a node that draws random numbers has no comparisons
+        and `is_judged=False`.
         """
         inputs = {source: values[source] for source in node.all_input_nodes}
         inputs |= {out: cotangent for out, cotangent in cotangents.items() if cotangent is not None and out is not node}
@@ -185,8 +188,8 @@ class Gates:
     def _judge_leaf(self, node: Node, run: _GatedRun, edge_gradients: Mapping[Edge, torch.Tensor]) -> TappedNode:
         """Return the judgement of a leaf: the gradient that it got, against the sum of those that its readers sent.
 
-        If several nodes of the graph have the same tensor, the readers of all count. A missing gradient counts as
-        zeros.
+        The gradient that it got is the leaf's `grad` after the first backward. If several nodes of the graph have the
+        same tensor, the readers of all count. A missing gradient counts as zeros.
         """
         names = [name for name, leaf in run.leaves.items() if leaf is run.leaves[node.name]]
         parts = {edge: slope for edge, slope in edge_gradients.items() if edge[0] in names}

@@ -123,7 +123,7 @@ class Lockstep:
         return pairs
 
     def run(self, inputs: Sequence[Any], candidate_inputs: Sequence[Any] | None = None) -> Iterator[NodeJudgement]:
-        """Run both graphs and yield a judgement for each pair, in the candidate's order.
+        """Run both graphs and yield a judgement for each pair that has a tensor, in the candidate's order.
 
         Both sides run on copies of the inputs; `candidate_inputs` are those of the candidate if they differ. After the
         last node come judgements of outputs that are not partners, and of inputs and attributes that were written to.

@@ -200,6 +200,7 @@ class _Aligner:
         """Match unmatched nodes for which `key` returns the same and that come in the same order on both sides.
 
         The order is that of a long common subsequence, in which the two nodes of an earlier match are the same item.
+        The matches are marked `name`, as those of `match_names` are.
         """
         numbers: dict[str, dict[str, int]] = {"reference": {}, "candidate": {}}
         for number, match in enumerate(self.matches.values()):
@@ -260,6 +261,7 @@ class _AlignedSide:
     """The nodes of one side, and how each was matched so far."""
 
     def __init__(self, name: str, nodes: Sequence[NodeRecord]) -> None:
+        """Take the nodes of the side that `name` names, `reference` or `candidate`; none is matched or covered yet."""
         self.name = name
         self.nodes = {node.name: node for node in nodes}
         self.place = {name: index for index, name in enumerate(self.nodes)}

@@ -67,7 +67,8 @@ class ModuleJudge:
 
         They are those of outputs, changed inputs and, if the runner takes them, gradients. The judgement has a reason
         instead if the candidate's module raises, or if the reference's module, run again for gradients, gives other
-        outputs. A brief judgement takes one noisy run and does not ask in float64.
+        outputs; if that raises, the exception passes through. A brief judgement takes one noisy run and does not ask in
+        float64.
         """
         try:
             result = self.runner.run(candidate, inputs)

@@ -88,7 +88,7 @@ def input_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Leaves:
 
 
 def versions_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, int]:
-    """Return the version of each tensor among arguments, which changes if the tensor is written to."""
+    """Return the version of each tensor among arguments, by path; it changes if the tensor is written to."""
     return {path: tensors.version(tensor) for path, tensor in input_tensors(args, kwargs).items()}
 
 

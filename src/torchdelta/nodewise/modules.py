@@ -213,9 +213,10 @@ class _ModuleSearch:
     def _judge(self, matches: Sequence[ModuleMatch], own_outputs: dict[int, Leaves], failure: Exception | None) -> None:
         """Run the reference, and judge the candidate's module at each matched call; the rows go to `judged_calls`.
 
-        A pair is not judged, and its row has a reason, if the inputs cannot be copied or the candidate calls its module
-        with tensors of other shapes or kinds. `own_outputs` has the candidate's outputs by the `order` of its calls.
-        `failure` is the exception that the candidate raised in its own run, or None.
+        A pair is not judged, and its row has a reason, if the inputs cannot be copied, or if the candidate calls its
+        module with tensors of other shapes, or with integers where the reference has floats or the other way round.
+        `own_outputs` has the candidate's outputs by the `order` of its calls, and loses those that get a row. `failure`
+        is the exception that the candidate raised in its own run, or None.
         """
         partners = {match.reference.order: match for match in matches}
         inputs_by_call: dict[int, tuple[ModuleInputs, dict[str, int]] | str] = {}

@@ -36,7 +36,9 @@ def mark_moved_work(first: Lockstep, judgements: Sequence[NodeJudgement], rerun:
     """Return the judgements; wrong pairs whose work was only moved get `is_moved`, and the rest goes through `_joined`.
 
     `first` is the run that gave the judgements, and `rerun` runs the graphs without some pairs. It is called up to
-    `ROUNDS` times, and not at all if no pair is wrong. A rerun that fails proves nothing, and is the last.
+    `ROUNDS` times, and not at all if no pair is wrong (`_is_wrong_pair`). The work of a wrong pair was moved if a rerun
+    finds nothing wrong with it, and it has company (`_has_company`). A rerun that fails proves nothing, and is the
+    last.
     """
     wrong = {each.candidate: each for each in judgements if _is_wrong_pair(each, first)}
     if not wrong:

@@ -124,8 +124,8 @@ def region_reading(sources: Set[Node], node: Node, module: GraphModule, known: C
     """Return the region that ends in the node and reads the nearest known nodes, with all `sources` if possible.
 
     `sources` are the partners of the nodes that the candidate's region reads. If the node is a source itself, the
-    region reads it and has no nodes. If the nearest known nodes do not include all sources, return a region that reads
-    just sources, placeholders and attributes, unless that has more than `LARGEST_REGION` nodes.
+    region reads it and has no nodes. If the nearest known nodes do not include all sources, return instead the region
+    that reads just sources, placeholders and attributes, if that has at most `LARGEST_REGION` nodes.
     """
     if node in sources:
         return Region(module, (), (node,))

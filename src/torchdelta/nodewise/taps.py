@@ -125,6 +125,7 @@ class Taps:
 
         `tapped` has the candidate's values by name. A region reads inputs, attributes and tapped nodes, except for
         those that `_widened_nodes` returns. A note names the `unsteady_nodes`, if there are any besides the output.
+        `level` is only copied into the judgements.
         """
         widened, unsteady = _widened_nodes(graph), unsteady_nodes(graph)
         skipped = [node.name for node in unsteady if node.op != "output"]
@@ -145,7 +146,7 @@ class Taps:
         """Run a region eagerly on the candidate's values; return the judgement of its last node against the result.
 
         If the region draws random numbers, or reads memory that is not laid out as it was traced, a note is added and
-        the judgement has no comparisons and `is_judged=False`.
+        the judgement has no comparisons and `is_judged=False`. `level` is only copied into the judgement.
         """
         inputs = {node: values[node] for node in region.reads}
         node = region.result

@@ -101,7 +101,7 @@ class Trial:
         """Return the comparisons of the inputs that the reference's last node changed with those of the candidate's.
 
         Both arguments have the inputs after the writes, by the node of their side. An input of the candidate whose
-        partner is not in `reference` is left out.
+        partner is not in `reference` is left out. The result is empty if the reference's region has no nodes.
         """
         comparisons: list[Comparison] = []
         for theirs, value in candidate.items():

@@ -158,8 +158,8 @@ class OpInputs:
     def laid_out(self) -> dict[str, Baseline]:
         """The forward with the same values in each other memory layout that it accepts, by the name of the layout.
 
-        If it rejects layouts, `layout_error` becomes a text about one of them. Empty if there is no other layout that
-        it accepts, as for inputs that share memory.
+        If it rejects layouts, `layout_error` becomes a text about the last of them. Empty if there is no other layout
+        that it accepts, as for inputs that share memory.
         """
         baselines = {}
         for name, program in examples.relayout(self.own.program):

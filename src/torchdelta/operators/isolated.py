@@ -47,7 +47,8 @@ def check_op_isolated(
     this factory (`file.py:function`) returns. The worker first imports the modules `imports`. `words` are the other
     keywords of `torchdelta.check_op`. A worker that dies in a probe, or exceeds `memory_bytes` there, gives a report
     with the verdict CRASHED, and one that exceeds `timeout_s` (None is no limit) TIMED_OUT. Raises the errors of the
-    check, and ProgramError if the worker dies before the first probe.
+    check, RuntimeError for any other exception in the worker, and ProgramError if the worker dies before the first
+    probe.
     """
     call = {"arguments": arguments, "inputs": inputs, "imports": list(imports)}
     request = {"op": op, "call": call, "words": dict(words), "seed": seed}

@@ -80,8 +80,8 @@ class SweepFile:
     def _continue(self, *, resume: bool) -> None:
         """Read the rows of an earlier sweep into `swept`, and cut an incomplete last line off the file.
 
-        UsageError without `resume`, if a line cannot be read, or if the header differs in its schema, its torch or its
-        questions.
+        UsageError without `resume`, if there is no complete line, if one cannot be read, or if the header differs in
+        its schema, its torch or its questions. Of two rows for one operator and dtype the later counts.
         """
         if not resume:
             raise UsageError(f"{self._path} has a sweep: continue it by --resume, or name another directory")
@@ -236,10 +236,11 @@ def sweep(
     """Check operators of the database in workers; return a `Sweep` with their rows, in the order of the request.
 
     With `out`, each row is appended to a file in that directory; with `resume`, operators that have a row there are not
-    checked again. A worker that dies, or exceeds `timeout_s` or `memory_bytes`, is a row too. A given `pool` stays
-    open; without one, `workers` are started for this sweep. `task` is the module whose functions they run. `tell` gets
-    the progress. Ctrl-C while operators are checked ends the sweep early, with the rows so far and a note. UsageError
-    if the request makes no sense or if `out` cannot be used; RuntimeError if a worker fails to read the database.
+    checked again. A worker that dies, or exceeds `timeout_s` (for one operator and dtype) or `memory_bytes`, is a row
+    too. A given `pool` stays open; without one, `workers` are started for this sweep. `workers` also bounds the queries
+    under way. `task` is the module whose functions they run. `tell` gets the progress. Ctrl-C while operators are
+    checked ends the sweep early, with the rows so far and a note. UsageError if the request makes no sense or if `out`
+    cannot be used; RuntimeError if a worker fails to read the database.
     """
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="torchdelta-sweep-") as nowhere:

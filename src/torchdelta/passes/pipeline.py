@@ -89,9 +89,10 @@ class _PipelineRun:
     def answer(self, passes: Sequence[Pass]) -> Pipeline:
         """Run the passes; return a row for each, and the worst verdict on the passes that changed the graph or raised.
 
-        A pass whose effect could not be compared counts as INCONCLUSIVE, and the last changed graph against the
-        original counts too. If no pass changed the graph, the verdict is INCONCLUSIVE and a note says so. Raise before
-        the first pass runs if the original graph fails.
+        The verdict on a pass is that on its graph against the graph before it, INCONCLUSIVE if they could not be
+        compared, and CRASHED if the pass raised. The last changed graph against the original counts too, unless a pass
+        raised after it. If no pass changed the graph, the verdict is INCONCLUSIVE and a note says so. Raise before the
+        first pass runs if the original graph fails.
         """
         began = time.perf_counter()
         # raises before any pass runs if the graph itself fails or has no truth

@@ -49,8 +49,9 @@ def have_values(args: Sequence[Any]) -> bool:
 def require_checkable(graph_module: GraphModule, args: Sequence[Any]) -> None:
     """Raise UncheckedCall with the reason if a call of a graph cannot be checked; otherwise do nothing.
 
-    Reasons are tensors without values, collectives with other processes, random numbers in inductor's own way,
-    operators with effects such as `print`, and state that a check would change.
+    Reasons are argument tensors without values, collectives with other processes, random numbers in inductor's own way,
+    operators with effects such as `print`, parameters of the graph that require grad, and attributes of the graph that
+    a node may write to.
     """
     if not have_values(args):
         raise UncheckedCall("it was called with tensors that have no values")
@@ -111,6 +112,7 @@ def adapt_call(run: Run, graph_module: GraphModule, level: str, cloned: Sequence
     to_clone = {*(places if level == "backward" else ()), *cloned}
 
     def call(*args: Any) -> Any:
+        """Run the compiled graph on these arguments, some of them cloned; return its outputs, then the clones."""
         inner = [arg.clone() if place in to_clone and _is_tensor(arg) else arg for place, arg in enumerate(args)]
         values = run(*inner)
         if not isinstance(values, (tuple, list)):

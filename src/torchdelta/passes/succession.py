@@ -75,8 +75,10 @@ class Succession:
     def judge_step(self, before: Callable[..., Any], after: Callable[..., Any]) -> PassStep:
         """Return the verdict on the step from the graph `before` to the graph `after`.
 
-        If both are equivalent to the first graph, `introduced` is EQUIVALENT. Otherwise the two are compared with each
-        other, and the culprit is looked for; `introduced` is None if that cannot be done.
+        `against_original`, `worst` and `failure` are about `after` against the first graph. If both are equivalent to
+        the first graph, `introduced` is EQUIVALENT. Otherwise `after` is compared with `before`, the reference, and the
+        culprit is looked for; `introduced` and `reason` are then about that. `introduced` is None if that cannot be
+        done. ProgramError if the first graph fails.
         """
         verdict_before = Verdict.EQUIVALENT if before is self.original else self.compare(before).verdict
         report = self.compare(after)
@@ -95,7 +97,7 @@ class Succession:
     def _compare_neighbours(
         self, step: PassStep, before: Callable[..., Any], after: Callable[..., Any], verdict_before: Verdict
     ) -> PassStep:
-        """Return the step with the verdict, reason and culprit of the graph `after` it against the graph `before` it.
+        """Return the step with verdict, reason and first culprit of the graph `after` it against the graph `before` it.
 
         `introduced` is None, with the reason, if the graph before does not run (CRASHED or TIMED_OUT as
         `verdict_before`), is not a graph module, or cannot be compared. A note is added if differences of several

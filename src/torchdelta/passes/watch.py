@@ -75,8 +75,10 @@ class ChainJudge:
     def _judge_part(self, part: list[Version], inputs: tuple[Any, ...]) -> None:
         """Compare versions that draw the same random numbers; add a finding for the first pass that makes them diverge.
 
-        Nothing is added if the last version is equivalent to the first. A version that crashes is skipped with a note.
-        If no single pass diverges, a note has the verdict of all together, unless the last version crashes.
+        Nothing is added if the last version is equivalent to the first. Otherwise each version is judged against the
+        one before it (`Succession.judge_step`). A version that crashes is skipped with a note. If no single pass
+        diverges, a note has the verdict of the last version against the first, unless that is CRASHED. A note clears
+        `is_checked`.
         """
         options = self.options
         if self.chain.phase != inductor_passes.PRE_GRAD:
@@ -192,10 +194,10 @@ NOTHING_SEEN = (
 def watch_passes(*, policy: str = "noise", seed: int = 0) -> Iterator[PassSummary]:
     """Watch the passes that inductor runs over graphs that are compiled while the context is open; yield a summary.
 
-    Its `findings` name passes behind which a graph computes something else on the inputs of its first call: the first
-    in each phase, with the node if it is found. Its `notes` say what could not be checked. Both are complete when the
-    context is left. An error of the watcher does not end the run. UsageError if the policy is wrong or passes are
-    watched already.
+    Its `findings` name passes behind which a graph computes something else on the inputs of its first call: of each
+    graph the first in each phase, with the node if it is found (`ChainJudge.judge`). Its `notes` say what could not be
+    checked. Both are complete when the context is left. An error of the watcher does not end the run. UsageError if the
+    policy is wrong or passes are watched already.
     """
     parse(policy)  # a wrong policy raises before anything runs
     watcher = _Watcher(summary=PassSummary(), options=CheckOptions(policy=policy, seed=seed))
@@ -359,6 +361,7 @@ class _Watcher:
         is_judged = False
 
         def call(args: list[Any]) -> Any:
+            """Judge the first call with values, while the watcher is open; then run the compiled graph."""
             nonlocal is_judged
             if not is_judged and self.is_open and have_values(args):
                 is_judged = True
@@ -398,7 +401,8 @@ class _Watcher:
     def _judge(self, chain: Chain, label: str, values: Mapping[str, Any]) -> None:
         """Judge one chain, and add its findings and notes to the summary; an exception becomes a note.
 
-        `values` has the inputs by the names of placeholders.
+        The chain is counted as checked if every part of it could be judged. `values` has the inputs by the names of
+        placeholders.
         """
         judge = ChainJudge(chain=chain, label=label, options=self.options)
         try:

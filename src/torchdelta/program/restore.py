@@ -51,11 +51,12 @@ class GeneratorDraws:
 
 @contextmanager
 def restored(holders: Iterable[torch.nn.Module | torch.Tensor]) -> Iterator[None]:
-    """Run the block, then undo its changes to modules and tensors: buffers, attributes, contents of lists and dicts.
+    """Run the block, then undo its changes to modules and tensors: buffers, attributes, contents of containers.
 
-    It is undone in place, in all submodules and in containers within containers, even if the block raises. A parameter
-    of a module that was replaced is put back, but one that was written to is not, because copies of all parameters
-    would take as much memory as the model. A tensor among `holders` is put back.
+    Containers are lists, dicts, sets and deques. It is undone in place, in all submodules and in containers within
+    containers, even if the block raises. A parameter of a module that was replaced is put back, but one that was
+    written to is not, because copies of all parameters would take as much memory as the model. A tensor among `holders`
+    gets its values back.
     """
     contents_before: dict[int, tuple[Any, Any]] = {}
     copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}

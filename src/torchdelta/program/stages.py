@@ -367,9 +367,9 @@ class _Observer:
     def _backward(self, stage: str, outputs: Any, prefix: str = "") -> None:
         """Run a backward from the loss, or from the `_roots` with a random cotangent each; return nothing.
 
-        Gradients of leaf tensors are cleared first. `is_differentiable` of the observation becomes whether the loss or
-        a root requires grad; if not, no backward runs. Seed, `prefix` and the root's path choose the cotangent. If user
-        code raises, SideFailed names the `stage`.
+        Gradients of the tensors that `_trained` returns are cleared first. `is_differentiable` of the observation
+        becomes whether the loss or a root requires grad; if not, no backward runs. Seed, `prefix` and the root's path
+        choose the cotangent. If user code raises, SideFailed names the `stage`.
         """
         for tensor in self._trained().values():
             tensor.grad = None

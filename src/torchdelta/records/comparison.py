@@ -158,9 +158,9 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        """Error over allowed error: above 1 is a divergence; 0 if nothing differs or nothing was measured.
+        """Error over allowed error: above 1 is a divergence; 0 if the error is 0 or None, or `allowed` is None.
 
-        Infinite if there is an error and none is allowed, or if the ratio is NaN.
+        Infinite if there is an error and `allowed` is 0, or if the ratio is NaN.
         """
         if not self.error or self.allowed is None:
             return 0.0
@@ -169,7 +169,10 @@ class Comparison:
 
     @property
     def rank(self) -> tuple[float, ...]:
-        """A sort key that is higher for worse comparisons: verdict, broken contract, misplaced values, ratio, error."""
+        """A sort key that is higher for worse comparisons: verdict, broken contract, misplaced values, ratio, error.
+
+        Excused breaches do not break the contract here. An unknown error counts as 0, and NaN as infinite.
+        """
         is_broken = any(not breach.excused for breach in self.contract)
         misplaced = self.measurement.misplaced if self.measurement else 0
         error = self.error or 0.0

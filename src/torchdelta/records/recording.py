@@ -111,7 +111,7 @@ def read_recording(directory: str | os.PathLike[str]) -> Recording:
 def trust_flags(directory: str | os.PathLike[str]) -> list[str]:
     """Return the flags `--trust FOLDER` for all code that a recording names and that is not installed.
 
-    The list is empty if the recording cannot be read.
+    Folders that are trusted already have a flag too. The list is empty if the recording cannot be read.
     """
     try:
         recording = read_recording(directory)

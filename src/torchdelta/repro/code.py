@@ -65,8 +65,8 @@ def write_program(
 
     `inputs` has one value for each placeholder, in order; they only help to choose names. The graph's tensors are
     returned themselves, in `tensors` of the result. `imports` are modules that the script imports in any case. With
-    `keeps_names`, inputs have the names of their placeholders, from which dynamo makes the names that a pass is given,
-    and tensors and modules have their paths.
+    `keeps_names`, inputs have the names of their placeholders as far as these are free, and tensors and modules have
+    their paths: dynamo makes the names that a pass is given from them.
     """
     source = ProgramSource(imports=set(imports))
     names = Names()
@@ -84,9 +84,9 @@ def write_program(
 def _name_tensors_and_modules(graph_module: GraphModule, source: ProgramSource, *, keeps_names: bool) -> None:
     """Add the tensors that the graph reads and the modules that it calls to `source`, under new names or their paths.
 
-    Parameters and buffers of a called module are added under its name (`linear.weight`). Inner graphs are searched too,
-    but get no name, because they become functions; other attributes are skipped. Raise ReproUnwritable if a called
-    module cannot be built.
+    Parameters and buffers of a called module are added under its name (`linear.weight`). A tensor that is read at
+    several paths is added once. Inner graphs are searched too, but get no name, because they become functions; other
+    attributes are skipped. Raise ReproUnwritable if a called module cannot be built.
     """
     names = Names()
     known: dict[int, str] = {}
@@ -181,8 +181,8 @@ class _Body:
         """Yield the statements of the graph, with a comment wherever the place in the user's code changes.
 
         Each inner graph is defined as a function before the first node that names it. Attributes, and a call that is
-        the whole output, are written into their readers. Raise ReproUnwritable, with the node's name in its message, if
-        a node has no code.
+        the whole output, are written into their readers; the result of a node without readers gets no name. Raise
+        ReproUnwritable, with the node's name in its message, if a node has no code.
         """
         place = ""
         body = [node for node in self.graph_module.graph.nodes if node.op != "placeholder" and not _is_guard(node)]
@@ -306,8 +306,8 @@ def write_call(node: Node, refer: Refer, imports: set[str]) -> str:
     """Return the code of a node that calls a function or method; modules to import are added to `imports`.
 
     `refer` returns the name of a node that is written already, and None for any other value. Operators of Python are
-    written with their signs (`x + y`, `x[i]`), and `setitem` as an assignment. Raise ReproUnwritable if the function or
-    an argument has no code.
+    written with their signs (`x + y`, `x[i]`), `getattr` as `x.name`, and `setitem` as an assignment. Raise
+    ReproUnwritable if the function or an argument has no code.
     """
 
     def refer_or_import(value: Any) -> str | None:
@@ -343,10 +343,10 @@ def is_statement(node: Node) -> bool:
 
 
 def _import_registration(target: Any, imports: set[str]) -> None:
-    """Add the module that has to be imported for an operator to exist to `imports`, if there is one.
+    """Add the module that registers an operator to `imports`; add nothing for torch's own operators and for functions.
 
-    If the module is unknown, one of the `imports` is taken to register the operator; raise ReproUnwritable if there are
-    none.
+    If the module is unknown, nothing is added, because one of the `imports` is taken to register the operator; raise
+    ReproUnwritable if there are none.
     """
     try:
         module = registered_by(target)

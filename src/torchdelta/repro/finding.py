@@ -72,9 +72,9 @@ class Finding(Evidence):
     """Whether the script's inputs and modules keep the names that they have in the graph, however long."""
 
     def __post_init__(self) -> None:
-        """Raise UsageError unless there is one input for each placeholder and the report's verdict is a failure.
+        """Raise UsageError unless the report's verdict is a failure and there is one input for each placeholder.
 
-        `inputs_from` must name places of inputs only.
+        Raise it too if a place in `inputs_from` is not that of an input.
         """
         super().__post_init__()
         count = sum(node.op == "placeholder" for node in self.graph.graph.nodes)
@@ -131,10 +131,10 @@ class Bound:
 
 
 def graph_divergence(report: Report, outputs: Mapping[str, str], state: Mapping[str, str]) -> Divergence:
-    """Return the divergence of a graph that a script shows, as `divergence_of` does.
+    """Return the worst diverged leaf of a graph that a script can reach, of the first stage that has such a leaf.
 
     `outputs` has the script's expression of each output leaf by its path in the report, `state` that of each parameter,
-    buffer and attribute by its name; arguments need none.
+    buffer and attribute by its name; arguments need none. Raise ReproUnwritable as `divergence_of` does.
     """
     return divergence_of(report, lambda path: _expression(path, outputs, state))
 
@@ -165,8 +165,8 @@ def divergence_of(report: Report, reach: Callable[[str], str | None]) -> Diverge
 def bound_of(divergence: Divergence, error: float) -> Bound:
     """Return the largest difference that a script accepts in a leaf, and why; `error` is the largest that was seen.
 
-    It is the geometric mean of the comparison's `allowed` and `error`, or half of `error` if `allowed` is not between 0
-    and `error`. If `error` is NaN or Inf, it is `allowed`, or 0 if that is None or not finite.
+    It is the geometric mean of the comparison's `allowed` and `error`, or half of `error` if `allowed` is None or not
+    between 0 and `error`. If `error` is NaN or Inf, it is `allowed`, or 0 if that is None or not finite.
     """
     allowed = divergence.comparison.allowed
     if not math.isfinite(error):
@@ -181,9 +181,10 @@ def bound_of(divergence: Divergence, error: float) -> Bound:
 
 
 def key_of(failure: Failure) -> str:
-    """Return the longest piece of an exception's message without numbers, paths and addresses, at most 80 letters.
+    """Return the longest piece of an exception's message without numbers, paths and addresses, cut to 80 letters.
 
-    Only the part that says what is wrong (`essence`) counts. Empty if nothing is left of it.
+    Names of fused kernels are left out too. Only the part that says what is wrong (`essence`) counts. The text is empty
+    if nothing is left of it.
     """
     pieces = [piece.strip() for piece in _VOLATILE.split(essence(failure.message))]
     return max(pieces, key=len, default="")[:80].strip()

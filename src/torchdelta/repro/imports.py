@@ -115,7 +115,8 @@ class ScriptImports:
         """Return the lines that import the name `first` from a file, under the name `alias`.
 
         `import_as` is the text for an import statement: `first`, or `first as alias`. A file that `_is_importable`
-        refuses is loaded by its path relative to the script instead.
+        refuses is loaded by its path relative to the script instead. Files to copy are added to `copies`. Raises what
+        `_folder_for` raises.
         """
         if _is_importable(file):
             return self._add_to_path(file, file.parent), f"from {file.stem} import {import_as}"
@@ -172,7 +173,10 @@ class ScriptImports:
 
 
 def _sources(file: Path, root: Path) -> list[Path]:
-    """Return a file and all files below `root` that it imports, directly or through others; itself comes first."""
+    """Return a file and all files below `root` that it imports, directly or through others; itself comes first.
+
+    The `__init__.py` files of the packages around each of them count as imported.
+    """
     sources = {file: None}
     waiting = [file]
     while waiting:
@@ -228,7 +232,8 @@ def _files_named(name: str, root: Path) -> Iterator[Path]:
 def _file_of(module: str) -> Path | None:
     """Return the source file of a module, or None if it has none, like a built-in or compiled module.
 
-    A module that is only in `sys.modules` counts too. Raise ReproUnwritable if there is no such module.
+    A module that is only in `sys.modules` counts too. The packages around the module are imported here. Raise
+    ReproUnwritable if there is no such module.
     """
     try:
         spec = importlib.util.find_spec(module)

@@ -61,8 +61,9 @@ def issue_text(finding: Evidence, path: Path, *, data: bool = True) -> str:
 def _evidence(finding: Evidence, *, has_values: bool) -> Iterator[str]:
     """Yield the evidence in Markdown: a code block with the failure's type and message, or else a table, line by line.
 
-    A long message is cut to its end. The table has the `MAX_ROWS` worst of the leaves that diverged, and says how many
-    more there are. Without `has_values`, the index and values of the worst element are left out.
+    Only the end of a long message is shown. The table has the `MAX_ROWS` worst of the leaves that diverged in any
+    stage, and says how many more there are. Without `has_values`, the index and values of the worst element are left
+    out.
     """
     report = finding.report
     if report.failure is not None:
@@ -136,8 +137,9 @@ def details(question: Question) -> str:
     """Return the evidence as one or two sentences.
 
     They tell a failure's message, both sides of a broken clause, the error of a divergence in float64 only, or the
-    worst element on both sides (of floats also in float64, if known). If the worst element is unknown or random numbers
-    replace values in the script, the comparison's reason takes its place.
+    worst element on both sides (of floats also in float64, if known), with a cast of the reference if the contract
+    names one. If the worst element is unknown or random numbers replace values in the script, the comparison's reason
+    takes its place.
     """
     finding, applied, divergence = question.finding, question.applied, question.divergence
     failure = finding.report.failure
@@ -175,8 +177,9 @@ def quote_message(failure: Failure) -> str:
 def _does(finding: Evidence, divergence: Divergence | None) -> str:
     """Return the predicate of the headline: what the candidate does wrong.
 
-    Without a divergence, how it failed (`raises RuntimeError`, `does not end`); else which values or traits differ from
-    eager PyTorch: gradients, outputs, inputs or buffers.
+    Without a divergence, it says how the candidate failed (`raises RuntimeError`, `does not end`). Otherwise it says
+    which values, or which trait of them, differ from eager PyTorch: gradients, outputs, or values in its inputs,
+    buffers or state. If eager PyTorch raised, it says that the candidate does not raise the same.
     """
     failure = finding.report.failure
     if divergence is None:

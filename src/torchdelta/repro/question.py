@@ -79,10 +79,10 @@ class Question:
     def _ask(self, sides: ScriptSides, around: Mapping[str, str]) -> ScriptMain:
         """Return the source of the `main` that fits the finding.
 
-        For an exception `ask_exception`, for another failure `ask_child`; for a diverged leaf `ask_contract` if a
-        clause is broken, `ask_exact` for integers and booleans, and else `ask_values`. `around` has the expressions of
-        the leaves that may share memory with the diverged one, by path. Raise ReproUnwritable if a script cannot ask
-        about that clause or that failure.
+        For an exception `ask_exception`, for another failure `ask_child`; for a diverged leaf `ask_contract` if
+        `Divergence.clause` is set, `ask_exact` if it `is_exact`, and else `ask_values` with the bound of `bound_of`.
+        `around` has the expressions of the leaves that may share memory with the diverged one, by path. Raise
+        ReproUnwritable if a script cannot ask about that clause or that failure.
         """
         finding, divergence = self.finding, self.divergence
         if divergence is None:
@@ -196,8 +196,8 @@ class GraphQuestion(Question):
     def _has_truth(self) -> bool:
         """Tell whether the script can compute and print the value in float64.
 
-        The report must have a truth at the divergence's worst element. False for a divergence that shows in float64
-        only, and if tensors are complex or share memory, or the graph names a dtype below float64.
+        The report must have a divergence, with a truth at its worst element. False for a divergence that shows in
+        float64 only, and if tensors are complex or share memory, or the graph names a dtype that float64 would widen.
         """
         divergence = self.divergence
         if divergence is None or divergence.is_lifted:
@@ -232,6 +232,7 @@ def _names_narrow(graph_module: GraphModule) -> bool:
     """Tell whether an argument of a node, or an item of one, is a dtype that lifting to float64 would widen."""
 
     def flatten(values: Any) -> Iterator[Any]:
+        """Yield a value, or the items of a list or tuple at any depth."""
         if isinstance(values, (list, tuple)):
             for value in values:
                 yield from flatten(value)
@@ -538,9 +539,10 @@ def write_run(
 ) -> list[str]:
     """Return the lines that define `run(call, args)`, which end with the statements `returns`.
 
-    `run` seeds torch and calls; with `has_backward` it then runs backward from every output that requires grad, with
-    seeded cotangents. `outputs` has the expression of each output leaf by its path in a report. With
-    `is_differentiable`, a single output is known to require grad, and the script need not check it.
+    `run` seeds torch with `seed` and calls `call(*args)`. With `has_backward` it then runs backward from every output
+    that requires grad; each cotangent has a seed made of `seed` and the output's path. `outputs` has the expression of
+    each output leaf by its path in a report. With `is_differentiable`, a single output is known to require grad, and
+    the script need not check it.
     """
     lines = ["def run(call, args):", f"    torch.manual_seed({seed})", "    outputs = call(*args)"]
     if has_backward:

@@ -53,9 +53,9 @@ def write(finding: Evidence, path: Path, *, data: bool = True, under: str | None
     """Write a script, with its large tensors in a `.pt` file and copies of the user's code beside it; return the paths.
 
     The result also tells whether they have the user's values. Existing files are overwritten. Without `data`, random
-    numbers replace the user's values. With `under`, the files get that name in the directory of `path`, and the caller
-    moves them later: imports are relative to `path`. Raise ReproUnwritable if no script of torch alone can show the
-    finding.
+    numbers replace the user's values. With `under`, the script and its `.pt` file get that name in the directory of
+    `path`, and the caller moves them later; copies and imports are those of a script at `path`. The directory is made
+    if it is missing. Raise ReproUnwritable if no script of torch alone can show the finding.
     """
     path = Path(path)
     question = question_of(finding, path, data=data)
@@ -82,6 +82,7 @@ class _Script:
     """Puts the parts of a script together."""
 
     def __init__(self, question: Question, path: Path) -> None:
+        """Keep the question, its finding and the path of the script; subclasses set `saved` and `embeds_data`."""
         self.question = question
         self.finding = question.finding
         self.path = path
@@ -112,7 +113,7 @@ class _Script:
     def text(self) -> str:
         """Return the text of the whole script; nothing is written to a file.
 
-        Raise ReproUnwritable if it would need the stage `steps`.
+        Raise ReproUnwritable if it would need the stage `steps`, or if an input or a compiler setting has no literal.
         """
         question = self.question
         blocks = [
@@ -166,7 +167,10 @@ class _Script:
         return settings
 
     def _settings(self) -> list[str]:
-        """Return the statements that change the compiler's settings, and those for a deterministic case."""
+        """Return the statements that change the compiler's settings, and the one that makes a deterministic case so.
+
+        Raise ReproUnwritable if the value of a setting has no literal.
+        """
         lines = [f"{name} = {write_value(value)}" for name, value in sorted(self._compiler_settings().items())]
         if self.finding.case.deterministic:
             lines.append("torch.use_deterministic_algorithms(True)")

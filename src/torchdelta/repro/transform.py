@@ -45,8 +45,10 @@ class TransformSource:
 def write_transform(case: Case, imports: ScriptImports, device: str) -> TransformSource:
     """Return the source by which a script applies the transform of a case; raise ReproUnwritable if a script cannot.
 
-    `imports` writes the script's imports, and `device` is the type of device on which its inputs are, for autocast. A
-    script cannot quantize, replace the module, run AOTAutograd alone, or use a pass that it cannot import by a name.
+    `imports` writes the script's imports, and notes the files to copy for them. `device` is the type of device on which
+    the inputs are, for an autocast without the option `device`. A script cannot quantize, replace the module, run
+    AOTAutograd alone, or use a pass that it cannot import by a name. A user's pass is loaded here; UsageError and
+    ProgramError of that are passed on.
     """
     name, colon, argument = case.transform.partition(":")
     writers: dict[str, Callable[[], TransformSource]] = {
@@ -181,7 +183,10 @@ def _decomposed(options: Mapping[str, Any], imports: ScriptImports) -> Transform
 
 
 def _autocast(dtype: str, device: str) -> TransformSource:
-    """Return the source of `torch.autocast` around the program's call; a module's `forward` is replaced in place."""
+    """Return the source of `torch.autocast` around the program's call; in the script, a module's `forward` is replaced.
+
+    `dtype` is a name such as `bfloat16`, and `device` a type of device.
+    """
     arguments = f'"{device}", torch.{dtype}'
     return TransformSource(
         what=f"torch.autocast({arguments})",

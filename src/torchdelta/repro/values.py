@@ -88,8 +88,8 @@ def _write_one(name: str, tensor: torch.Tensor, recipe: str | None, data: bool, 
     """Return the expression of one tensor's values and strides; setup and tensors for the file are added to `source`.
 
     Device, `requires_grad` and Parameter class are left to `_add_kind`. A `recipe` is returned itself, or UsageError
-    raised if it gives other values. Large, sparse and subclassed tensors are saved. Without `data`, random numbers
-    replace values (`_write_values`); raise ReproUnwritable for a tensor that they cannot replace.
+    raised if it gives other values. Large, sparse, subclassed and lazily negated tensors are saved. Without `data`,
+    random numbers replace values (`_write_values`); raise ReproUnwritable for a tensor that they cannot replace.
     """
     if recipe is not None:
         _require_same(recipe, tensor, name)
@@ -453,9 +453,10 @@ def write_index(index: Any, refer: Refer) -> str:
 
 
 def write_callable(target: Any, imports: set[str] | None = None) -> str:
-    """Return a script's expression for a callable, which is found by its name and not copied, as `module.name`.
+    """Return a script's expression for a callable, which is found by its name and not copied.
 
-    The module of a function is added to `imports`, if that is given, unless it is one of torch or builtins. Raise
+    It is `torch.ops.…` for an operator, the name alone for a builtin, and otherwise `module.name`. The module of a
+    function is added to `imports`, if that is given, unless it is `builtins` or its name begins with `torch`. Raise
     ReproUnwritable if the callable cannot be found by a name.
     """
     name = getattr(target, "__name__", "")

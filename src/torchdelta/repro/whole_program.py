@@ -152,7 +152,10 @@ class ProgramQuestion(Question):
         return f"state({owner}, {name}){rest}"
 
     def definitions(self) -> Iterator[list[str]]:
-        """Yield the functions that build the program and reach its state, each as a list of lines."""
+        """Yield the functions that build the program and reach its state, each as a list of lines.
+
+        The first is `built`; `inputs`, `state` and `leaves` follow only if the script uses them.
+        """
         yield self._built()
         if self._reads_inputs:
             yield ["def inputs():", f"{INDENT}return tuple(built()[2])"]
@@ -164,8 +167,9 @@ class ProgramQuestion(Question):
     def _built(self) -> list[str]:
         """Return the lines that define `built`, which builds the program by the factory and transforms it.
 
-        `built` returns the transformed program, the program itself and its arguments. With `is_anew` it first makes
-        Python forget the user's modules, so that they are imported anew.
+        `built` seeds torch, and returns the transformed program, the program itself and its arguments. With `is_anew`
+        it first makes Python forget the user's modules, so that they are imported anew; a file that is loaded by its
+        path is loaded anew in any case.
         """
         *_, import_line = self.factory.lines
         modules = ", ".join(f'"{name}"' for name in self.factory.modules)
@@ -204,7 +208,10 @@ class ProgramQuestion(Question):
         return [*lines, *(f"    {line}" for line in self.main.returns)]
 
     def _standard_modules(self, main: ScriptMain) -> Iterator[str]:
-        """Yield the imports of the standard library that the definitions need."""
+        """Yield the imports of the standard library that the definitions and the last statements of `run` need.
+
+        Those statements are `returns` of `main`; other fields of it are not searched.
+        """
         if any("state(" in line for line in main.returns):
             yield "import inspect"
         if self.stage == "gradients":

@@ -181,6 +181,7 @@ def _read_module(
     fetch_other = make_fetch(find)
 
     def fetch(tag: str, data: Any, place: str) -> Any:
+        """Return the tensor, the weak reference to a tensor, or the other value that a reference stands for."""
         if tag == "tensor":
             return _pick(tensors, data, place)
         if tag == "weak":

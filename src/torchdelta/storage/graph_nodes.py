@@ -184,6 +184,7 @@ def _read_node(graph: Graph, record: dict[str, Any], where: str, nodes: Mapping[
     fetch_other = make_fetch(find)
 
     def fetch(tag: str, data: Any, place: str) -> Any:
+        """Return the earlier node, or the other value, that a reference stands for."""
         if tag != "node":
             return fetch_other(tag, data, place)
         if not isinstance(data, str) or data not in nodes:

@@ -67,7 +67,8 @@ def build(spec: str | Transform | Callable[..., Any], options: Options) -> Trans
 
     A name is one of `TRANSFORMS`, with its argument behind a colon if it takes one. Any other text with a colon, and
     any function, is a pass; a named one is loaded when it is applied. UsageError if the name, its argument or an option
-    is wrong; UsageError or ProgramError if a function cannot be loaded.
+    is wrong; UsageError or ProgramError if a function cannot be loaded; EnvironmentUnfit if the transform needs a
+    package that is not installed.
     """
     if isinstance(spec, Transform):
         return spec

@@ -19,7 +19,10 @@ class Autocast(Transform):
     """`autocast:bfloat16`, on the device of the program's tensors or on the one given as `device`."""
 
     def __init__(self, dtype: str, options: Options) -> None:
-        """Read the dtype's name and the option `device`; UsageError if the dtype or an option is unknown."""
+        """Read the dtype's name and the option `device`; UsageError if the dtype or an option is unknown.
+
+        The device's name is not checked here.
+        """
         require_known("autocast", options, ("device",))
         self.dtype = dtype_named(dtype)
         self.device = str(options.get("device", ""))

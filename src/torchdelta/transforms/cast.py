@@ -30,7 +30,7 @@ class Cast(Transform):
         """Yield a copy of the side in which all float tensors of the callable and the inputs have the dtype.
 
         Its calls count as transformed only if some tensor changed its dtype. Complex and integer tensors keep theirs.
-        The keywords are not used.
+        ProgramError if the side cannot be copied. The keywords are not used.
         """
 
         def convert(dtype: torch.dtype) -> torch.dtype:

@@ -56,8 +56,8 @@ class ExportBase(Transform):
     def open_sizes(self, side: Side) -> dict[str, list[Size | None]] | None:
         """Export the side, and return for each tensor input, by its path, a list with one entry for each axis.
 
-        The entry is the symbol of a size that the exported program leaves open, or None if it is made for that size
-        alone. UsageError if the side cannot be exported.
+        The entry is the `Size` that the exported program leaves open, or None if it is made for that size alone. The
+        list is empty for a tensor that export does not take as an input. UsageError if the side cannot be exported.
         """
         found: dict[int, list[Size | None]] = {}
 
@@ -116,7 +116,7 @@ def export_side(
 
     The new side has the same inputs, and the program's names for the module's state. `axes` are those of the inputs
     whose sizes are left open, where the program allows it: None for no axis, and all if it is empty. `then` takes the
-    exported program and returns the one to use.
+    exported program and returns the one to use. Exceptions of `torch.export` and of `then` pass through.
     """
     owner, names = _as_module(side)
     shapes = None if axes is None else dynamic_shapes(owner, side.args, side.kwargs, axes)

@@ -84,8 +84,9 @@ class FxPass(Transform):
         """Yield the side that runs, in place of each captured graph, the callable that the pass makes of it.
 
         The `seam` gets each graph before the pass. As a backend of torch.compile the pass runs when the side is first
-        called; on one graph it runs at once. UsageError or ProgramError if a named pass cannot be loaded; UsageError if
-        `symbolic_trace` cannot trace the side.
+        called, and the keywords are as in `Compiler.apply`. On one graph it runs at once, and `draws_random` and
+        `lifted` are not used. UsageError or ProgramError if a named pass cannot be loaded; UsageError if
+        `symbolic_trace` cannot trace the side. On one graph, exceptions of export and of the pass pass through.
         """
         _ = self.function  # loaded here, because inside of a compiler its error would be the compiler's
         changes: list[bool] = []

@@ -75,7 +75,7 @@ class Quantize(Transform):
 
         It runs under `no_grad`. Of the program's state only buffers are kept, and a note says that weights are not
         compared. The `seam` gets the exported graph with its handles. Calls count as transformed only if the quantized
-        graph has quantizing nodes.
+        graph has quantizing nodes. Raises what `quantize` raises; the other keywords are not used.
         """
         graph, names = export_with_handles(side)
         witness = Witness(captured=1)
@@ -99,7 +99,8 @@ def quantize_side(
     """Return the exported graph of a side, its quantized copy, and the side that runs the copy under `no_grad`.
 
     `quantizer` is a name as in `quantize:NAME`, or a function that builds one; `only` is the path of the one module to
-    quantize, or None for all. Nodes of both graphs carry the handles that match them.
+    quantize, or None for all. Nodes of both graphs carry the handles that match them. Raises what `quantizer_factory`
+    and `quantize` raise.
     """
     factory = quantizer_factory(quantizer) if isinstance(quantizer, str) else quantizer
     reference, names = export_with_handles(side)
@@ -108,7 +109,10 @@ def quantize_side(
 
 
 def export_with_handles(side: Side) -> tuple[GraphModule, Mapping[str, str]]:
-    """Return the exported graph of a side with a handle on every node, and the program's names of its state."""
+    """Return the exported graph of a side with a handle on every node, and a mapping of the names of its state.
+
+    It has the program's name of each tensor by its name in the graph.
+    """
     graph, exported = export_side(side, strict=False)
     handles.assign_handles(graph)
     return graph, exported.names or {}
@@ -154,7 +158,7 @@ def quantize(
     `only` is the path of the one module to quantize, None for all, and `is_inside` tells which nodes belong to it. The
     copy's buffers are as before the calibration, and its nodes carry the handles of the nodes that they come from.
     UsageError if no node was traced in that module or `factory` does not return a quantizer; ProgramError if `factory`
-    raises.
+    raises or the inputs cannot be copied; EnvironmentUnfit if torchao is not installed.
     """
     pt2e = _import_torchao(f"{_PT2E}.quantize_pt2e")
     quantizer = _build_quantizer(factory)

@@ -44,8 +44,8 @@ class Replacement(Transform):
     ) -> Iterator[TransformedSide]:
         """Yield a side that runs a copy of the candidate on the inputs of this one; all calls count as transformed.
 
-        If `lifted`, the copy's tensors are in float64; TypeError if torch.compile made the candidate. `draws_random`
-        and `seam` are not used.
+        If `lifted`, the copy's tensors are in float64; TypeError if torch.compile made the candidate. ProgramError if
+        the candidate cannot be copied. `draws_random` and `seam` are not used.
         """
         call = _copy_lifted(self.call) if lifted else copy_together(self.call, name="the candidate")
         yield TransformedSide.counting_calls(_side_of(call, side, start=self.call))

@@ -62,6 +62,7 @@ def intercepting(seam: Seam, *, decompose: bool = True, compile_graphs: bool = T
     def intercepted(
         mod: Any, args: Any, fw_compiler: Any, bw_compiler: Any = None, inference_compiler: Any = None, **kwargs: Any
     ) -> Any:
+        """Compile a module as torch's function does, with each compiler behind the seam; record the module."""
         record.programs += 1
         record.decompositions.update(kwargs.get("decompositions") or {})
         if not decompose:
@@ -91,10 +92,12 @@ def intercepting(seam: Seam, *, decompose: bool = True, compile_graphs: bool = T
 def _at_seam(compiler: Any, level: str, seam: Seam) -> Callable[..., Any]:
     """Return a compiler that hands its graph to the seam, and returns the seam's callable, which then takes a list.
 
-    The seam gets the graph as one of this `level`; `make` there calls `compiler`.
+    The seam gets the graph as one of this `level`. The function `make` there calls `compiler`, and then drops the
+    strides that were reported for outputs beyond those of the graph.
     """
 
     def compile_at_seam(graph_module: GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
+        """Hand a graph to the seam; return the seam's callable, which takes its arguments in a list."""
         outputs = len(list(cast(Sequence[Any], graph_module.graph.output_node().args[0])))
 
         def make(graph: GraphModule, inputs: Any) -> Callable[..., Any]:

@@ -43,8 +43,8 @@ class AotTrace:
     ) -> None:
         """Take the callable to trace, and how; nothing is traced yet.
 
-        `functionalised` traces without writes in place, and `partitioner` is a key of `PARTITIONERS`. The `witness`
-        counts the traced graphs and the calls.
+        `dynamic` makes the sizes of inputs symbolic, `functionalised` traces without writes in place, and `partitioner`
+        is a key of `PARTITIONERS`. The `witness` counts the traced graphs and the calls.
         """
         self.call = call
         self.dynamic = dynamic
@@ -81,6 +81,10 @@ class AotTrace:
         returns: list[tuple[TreeSpec, list[Any]]] = []
 
         def of_tensors(*tensors: torch.Tensor) -> list[Any]:
+            """Call the original with state and tensors put in place; return its traced outputs as a flat list.
+
+            The structure and the other outputs are appended to `returns`.
+            """
             state = dict(zip(names, tensors, strict=False))
             rest = iter(tensors[len(names) :])
             filled = [next(rest) if leaf is _TENSOR else leaf for leaf in plain]

@@ -108,7 +108,10 @@ def backend_names() -> list[str]:
 
 
 def mode_config(mode: str, *, dynamic: bool | None) -> dict[str, Any]:
-    """Return the inductor settings that a torch.compile mode stands for; raise UsageError for an unknown mode."""
+    """Return the inductor settings that a torch.compile mode stands for; raise UsageError for an unknown mode.
+
+    `dynamic` is only handed to torch, which may choose other settings for dynamic shapes.
+    """
     known = torch._inductor.list_mode_options()
     if mode not in known:
         raise UsageError(f"unknown mode {mode!r}: it is one of {', '.join(sorted(known))}")
@@ -192,7 +195,8 @@ def compiling(
     Compilation is lazy, also that of the backward, so all runs must be inside of the context, where the inductor
     settings `config` hold. Dynamo is reset at both ends, which drops all compiled code, and its counters are cleared
     first. `lifted` rewrites each captured graph to compute in float64. Then it comes to the `seam`, and from there to
-    the backend.
+    the backend. `dynamic` and `fullgraph` go to torch.compile. A failure of the compiler is raised by the call, even if
+    the user's settings suppress it.
     """
     backend = _at_seam(backend, seam)
     if lifted:
@@ -280,6 +284,7 @@ def witnessed(backend: Backend, witness: Witness) -> Backend:
     """
 
     def counting_backend(graph_module: torch.fx.GraphModule, example_inputs: list[Any], **options: Any) -> Any:
+        """Compile a graph with the given backend, and return the result so that its calls are counted."""
         witness.captured += 1
         witness.forms.append(form_of(graph_module))
         compiled = backend(graph_module, example_inputs, **options)

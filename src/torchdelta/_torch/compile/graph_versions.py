@@ -168,7 +168,7 @@ def _sources_first(graph: Graph) -> Iterator[Node]:
 def _draws(node: Node) -> bool:
     """Tell whether a node calls an operator that draws random numbers; other functions never count.
 
-    An operator with a dropout probability of 0 does not draw.
+    An operator whose argument `dropout_p` is 0 does not draw, unless it is one of inductor's own.
     """
     if not isinstance(node.target, OpOverload):
         return False

@@ -115,7 +115,8 @@ def empty_input(node: Node, inputs: Sequence[Node], values: Mapping[str, Any]) -
     """Return an uninitialised tensor with the shape, strides, dtype and device that the graph states for `node`.
 
     `node` is one of its `inputs`. `values` has those that are known, by name: symbolic sizes get their numbers from
-    them. Raise TorchDeltaError if the graph does not state that the input is a tensor.
+    them. Raise TorchDeltaError if the graph does not state that the input is a tensor, and TypeError if a symbolic size
+    of it cannot be computed from `values`.
     """
     fake = node.meta.get("val")
     if not isinstance(fake, torch.Tensor):
@@ -176,6 +177,7 @@ class _PassRecorder:
 
         @functools.wraps(stock)
         def watched(gm: GraphModule, *args: Any, **kwargs: Any) -> Any:
+            """Run the phase on a graph and return its result; its chain goes to `done`, that of an inner graph not."""
             # an inner graph is part of the outer one's chain
             if self.chains and self.chains[-1].phase == phase:
                 result = stock(gm, *args, **kwargs)
@@ -213,6 +215,8 @@ class _PassRecorder:
             return is_suppressed
 
         def applying(name: str) -> Callable[..., Any]:
+            """Return torch's method of this name, wrapped so that the function it applies is known meanwhile."""
+
             @functools.wraps(stock[name])
             def apply(observer: Any, pass_fn: Any) -> Any:
                 self.functions[id(observer)] = pass_fn

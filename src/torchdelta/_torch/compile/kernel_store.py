@@ -59,7 +59,8 @@ def directory_of_kernels() -> Path:
 def share(directory: Path) -> None:
     """Let this process take compiled kernels from a directory, and keep there what it compiles.
 
-    Nothing happens on other systems than Linux, or if the directory cannot be made or is not private.
+    The directory is made if it is missing. Nothing is shared on other systems than Linux, if the directory cannot be
+    made, or if it or its parent is not private (`is_private`).
     """
     with suppress(OSError):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -104,8 +105,9 @@ class Compilation:
     def key(self) -> str:
         """Return a digest of everything that the result depends on, except headers.
 
-        That is the compiler, the flags, the content of the sources, the processor, torch and the environment. The paths
-        of sources and result do not count. Raise OSError if a source or the compiler cannot be read.
+        That is the compiler, the flags, the content of the sources, the processor, Python, torch and the variables of
+        `_ENVIRONMENT`. The paths of sources and result do not count. Raise OSError if a source cannot be read, or the
+        compiler is not g++ itself.
         """
         places = {str(self.result): "result"} | {str(path): f"source {path.suffix}" for path in self.sources}
         parts = [
@@ -129,7 +131,8 @@ class KernelStore:
     def compile(self, cmd_line: str, cwd: str) -> None:
         """Produce the result of a command line of g++, from the store if it has it, or else by running the command.
 
-        Raises what the compiler's failure raises.
+        The command runs in the directory `cwd`, and its result is added to the store, if that is possible. A command
+        that has no key is only run. Raise what the compiler's failure raises.
         """
         compilation = Compilation.of(cmd_line)
         key = _key_of(compilation)
@@ -147,7 +150,10 @@ class KernelStore:
         headers.unlink(missing_ok=True)
 
     def load(self, key: str) -> bytes | None:
-        """Return the result under a key, or None if there is none, it is damaged, or one of its headers has changed."""
+        """Return the result under a key, or None if there is none, it is damaged, or one of its headers has changed.
+
+        An entry that is returned counts as used now.
+        """
         path = self._path(key)
         try:
             first, _, content = path.read_bytes().partition(b"\n")
@@ -171,7 +177,10 @@ class KernelStore:
         self._remove_oldest()
 
     def _remove_oldest(self) -> None:
-        """Remove the entries that were used longest ago, if all of them together are larger than `max_bytes`."""
+        """Remove the entries that were used longest ago, if all of them together are larger than `max_bytes`.
+
+        Then at most the share `_KEPT` of `max_bytes` is left.
+        """
         entries = []
         for path in self.directory.iterdir():
             with suppress(FileNotFoundError):  # another process removed it

@@ -41,8 +41,8 @@ def describe_value(value: Any) -> Any:
     """Return the description, without elements, of a tensor, its metadata, a size, or nested lists and tuples of these.
 
     It is a dict of one entry, whose key is `metadata`, `tensor`, `list`, `tuple` or `size`; a size is a number, None or
-    a symbolic integer. Raise ValueError for other values, and for tensors that are more than this, such as quantized
-    ones.
+    a symbolic integer. A named tuple becomes a plain `tuple`. Raise ValueError for other values, and for tensors that
+    are more than this, such as quantized ones.
     """
     if isinstance(value, TensorMetadata):
         if value.is_quantized:
@@ -114,8 +114,8 @@ class ValueBuilder:
     def build(self, data: Any) -> Any:
         """Return the value that `describe_value` described as `data`; a tensor becomes a fake tensor.
 
-        Symbols of the same text become one symbol in all values of this builder. Raise ValueError if the kind is
-        unknown; other damage of `data` may raise other errors.
+        Symbols of the same text become one symbol in all values of this builder. Raise ValueError if the kind, a dtype,
+        a memory format or a size is unknown; other damage of `data` may raise other errors.
         """
         ((kind, content),) = data.items()
         if kind in ("list", "tuple"):
@@ -145,8 +145,8 @@ class ValueBuilder:
     def _size(self, data: Any) -> Any:
         """Return a described size: a number or None as it is, a float from its text, or the symbol of a dict.
 
-        The symbol is made at its first use and remembered by its text; it is unbacked if it has no hint. Raise
-        ValueError if a dict does not describe a symbol.
+        The symbol is made at its first use and remembered by its text; the hints of later uses are ignored. It is
+        unbacked if its first use has no hint. Raise ValueError if a dict does not describe a symbol.
         """
         if not isinstance(data, dict):
             return float(data) if isinstance(data, str) else data

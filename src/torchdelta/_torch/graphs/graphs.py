@@ -68,7 +68,7 @@ def sort_topologically(graph_module: GraphModule) -> None:
     """Reorder the nodes of a graph in place so that each comes after its inputs.
 
     Of the nodes whose inputs are placed, the one that came first before is next; a sorted graph stays as it is. The
-    module is not recompiled. Raise ValueError if the graph has a cycle.
+    module is not recompiled. Raise ValueError if the graph has a cycle; some nodes may have been moved by then.
     """
     nodes = list(graph_module.graph.nodes)
     order = {node: index for index, node in enumerate(nodes)}
@@ -143,8 +143,9 @@ def flatten_signature(graph_module: GraphModule) -> GraphModule:
 def flat_inputs(graph_module: GraphModule, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> list[Any]:
     """Return the value of each placeholder for a call with these arguments.
 
-    If the graph takes pytrees, these are all leaves of the arguments. Otherwise they are `args`, and with `kwargs` also
-    one value for each further placeholder: that of its name, or else its default or None.
+    If the graph takes pytrees, these are all leaves of the arguments, in the order in which they are given. Otherwise
+    they are `args`, and with `kwargs` also one value for each further placeholder: that of its name, or else its
+    default or None. Without `kwargs`, defaults are not filled in.
     """
     if isinstance(graph_module.graph._codegen, _PyTreeCodeGen):
         return tree_leaves((tuple(args), dict(kwargs or {})))
@@ -169,7 +170,10 @@ def output_builder(graph_module: GraphModule) -> Callable[[Sequence[Any]], Any]:
 
 
 def bytes_of(node: Node) -> int:
-    """Return the bytes of a node's value by the graph's metadata, or 0 if that is not a tensor."""
+    """Return the bytes of a node's value by the graph's metadata, or 0 if that is not a tensor.
+
+    A symbolic size counts with its hint, and is fixed to it by a guard; one without a hint makes torch raise.
+    """
     value = node.meta.get("val", node.meta.get("example_value"))
     if not isinstance(value, torch.Tensor):
         return 0

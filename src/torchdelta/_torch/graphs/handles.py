@@ -139,7 +139,7 @@ def _quantizing_operator(node: Node) -> str:
 def observed_handles(prepared: GraphModule) -> dict[str, frozenset[int]]:
     """Return the handles of every observer in a graph by the name of its node.
 
-    It is called before a conversion, which removes the observed nodes.
+    It is called before a conversion, which replaces the observers.
     """
     return {node.name: handles_of(node) for node in handled_nodes(prepared) if is_observer(node)}
 
@@ -147,8 +147,9 @@ def observed_handles(prepared: GraphModule) -> dict[str, frozenset[int]]:
 def restore_handles(converted: GraphModule, observed: Mapping[str, frozenset[int]]) -> None:
     """Replace the handles of the nodes that a conversion made from observers, in place, by those of the observers.
 
-    `observed` is the result of `observed_handles`; the metadata `from_node` tells from which observer a node was made.
-    Other nodes stay as they are.
+    `observed` has the handles of each observer by its node's name, as `observed_handles` returns them. The metadata
+    `from_node` tells from which observer a node was made; of several, the last one counts. Nodes made from none, or
+    from an observer without handles, stay as they are.
     """
     for node in handled_nodes(converted):
         for source in node.meta.get("from_node") or ():

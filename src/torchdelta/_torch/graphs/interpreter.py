@@ -66,8 +66,9 @@ class ObservingInterpreter(Interpreter):
         """Run one node, with `before_write` before and `after_node` after it, and return its value.
 
         Placeholders and outputs have neither callback, and a node whose value is a module only the first. A graph
-        module that the node calls, and the branch that a `cond` takes, are interpreted too; other higher-order
-        operators with graphs as arguments are added to `unlogged`. `at` is set to the node's name.
+        module that the node calls (except export's `_guards_fn`), and the branch that a `cond` takes, are interpreted
+        too. Other higher-order operators with graphs as arguments are added to `unlogged`. `at` is set to the node's
+        name with the prefix.
         """
         self.at = self.prefix + n.name
         if n.op in ("placeholder", "output"):
@@ -122,10 +123,10 @@ class ObservingInterpreter(Interpreter):
     def _may_write(self, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """Return the tensors that a node may write to; `args` and `kwargs` are the values of its arguments.
 
-        An operator writes to what its schema says, and a norm with running statistics to all inputs but the first. A
-        module may write to its parameters and buffers, and unless it is one of torch.nn's without `inplace`, to its
-        inputs. A method, or a function of torch or Python, whose name and arguments do not say that it writes has none;
-        any other call may write to all its inputs.
+        An operator writes to what its schema says, and one that `updates_statistics` accepts to all inputs but the
+        first. A module may write to its parameters and buffers, and unless it is one of torch.nn's without `inplace`,
+        to its inputs. A `get_attr` node has none, and neither has a method, or a function of torch or Python, whose
+        name and arguments do not say that it writes. Any other call may write to all its inputs.
         """
         if node.op == "get_attr":
             return []
@@ -166,8 +167,8 @@ def as_graph_module(graph: Any) -> GraphModule:
 def flat_inputs(graph_module: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """Return the value of each placeholder, in order, for a call of the graph module with these arguments.
 
-    Defaults are filled in, and the structures of an exported graph are flattened. Raise UsageError if the arguments do
-    not fit the signature of `forward`.
+    Defaults are filled in. The structures of an exported graph are flattened in the order of its placeholders. Raise
+    UsageError if the arguments do not fit the signature of `forward`.
     """
     try:
         bound = inspect.signature(graph_module.forward).bind(*args, **kwargs)

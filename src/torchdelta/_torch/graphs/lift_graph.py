@@ -33,8 +33,9 @@ def lift_graph(graph_module: GraphModule) -> GraphModule:
     """Rewrite a graph and the graphs inside of it, in place, to compute in float64; return the same module.
 
     Casts and dtype arguments that name float32, float16, bfloat16, complex64 or complex32 name the wide dtype instead,
-    constants of these dtypes are cast to it, and autocast is disabled. Inputs, attributes, and modules that a node
-    calls, are left as they are. Graphs are recompiled.
+    constants of these dtypes are cast to it, and autocast is disabled. Integers are cast before an operation that turns
+    them into narrow floats (`_lift_node`). Inputs, attributes, and called modules that are not graphs, are left as they
+    are. Which nodes have tensors is read from the metadata: a node without it is left alone. Graphs are recompiled.
     """
     for module in graph_module.modules():
         if isinstance(module, GraphModule):
@@ -73,11 +74,12 @@ def _widened_float32(value: Any) -> Any:
 
 
 def form_of(graph_module: GraphModule) -> tuple[str, ...]:
-    """Return the calls of functions and methods in a graph as texts, in order, each with its plain arguments.
+    """Return the calls of functions and methods in a graph as texts, in order, such as `div(2, 'floor')`.
 
-    Graphs inside of it are included. Casts, dtypes, autocast and calls of modules are left out. A program that is
-    captured natively and in float64 has one form, unless it branches on its dtype or computes with numbers that depend
-    on it, such as `torch.finfo(x.dtype).eps`.
+    Of the arguments only numbers, booleans and texts are shown (`_plain_arguments`). Graphs inside of the graph are
+    included. Casts, dtypes, autocast and calls of modules are left out. A program that is captured natively and in
+    float64 has one form, unless it branches on its dtype or computes with numbers that depend on it, such as
+    `torch.finfo(x.dtype).eps`.
     """
     form = []
     for module in graph_module.modules():
@@ -107,9 +109,9 @@ def _lift_node(node: Node) -> None:
     """Rewrite one node in place so that it does not round below float64; nodes may be inserted around it.
 
     A node that enters autocast gets it disabled. One without tensor inputs that makes a narrow tensor, by the graph's
-    metadata, is told the wide dtype if it computes its elements, as `linspace` does, or else followed by a cast. Any
-    other node names wide dtypes in place of narrow ones; if it is elementwise and turns integers into narrow floats
-    without naming a dtype, its inputs are cast.
+    metadata, is told the wide dtype if it computes its elements, as `linspace` does, or else followed by a cast; one
+    that makes no narrow tensor is left alone. A node with tensor inputs names wide dtypes in place of narrow ones. If
+    it is `_is_elementwise` and turns integers into narrow floats without naming a dtype, its inputs are cast.
     """
     if node.target is torch.amp.autocast_mode._enter_autocast:
         device, dtype, _, cache = node.args

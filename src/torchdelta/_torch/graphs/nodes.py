@@ -188,9 +188,10 @@ def may_write(node: Node) -> frozenset[Node]:
 
 
 def has_effect(node: Node) -> bool:
-    """Tell whether a node does more than return a value: it writes, draws, asserts or sets a mode.
+    """Tell whether a node does more than return a value: it writes (`writes_to`), draws, asserts or sets a mode.
 
-    Placeholders, outputs and calls of modules always count.
+    Torch's `Node.is_impure` tells the last three, which it never does of a method. Placeholders, outputs and calls of
+    modules always count.
     """
     return writes_to(node) or node.is_impure()
 
@@ -329,7 +330,8 @@ def may_share(node: Node) -> bool:
     """Tell whether a node's result may share memory with its first argument.
 
     An operator may if it is a view, writes, or is one of `_MAYBE_VIEWS`, such as `reshape`. A method always may. A
-    function may if it writes or is named like one of these, or `getitem`. A module does not count.
+    function may if it writes or is named like one of these, or `getitem`; other views, such as `torch.permute`, are not
+    noticed. A module counts only if its path is such a name.
     """
     if isinstance(node.target, OpOverload):
         return node.target.is_view or node.target._schema.is_mutable or _short_name(node) in _MAYBE_VIEWS
@@ -352,7 +354,8 @@ _MAYBE_VIEWS = frozenset(
 def short_name(name: str) -> str:
     """Return an operation's name as all kinds of graphs share it: `relu` for `aten.relu_.default` and for `relu`.
 
-    Underscores at both ends are dropped. Of an operator outside of aten, the namespace is all that is left.
+    It is the operator's name if the namespace is aten or prims or the overload is `default`, and otherwise all before
+    the first dot: of other operators that is the namespace. Underscores at both ends are dropped.
     """
     namespace, *rest = name.split(".")
     is_operator = bool(rest) and (namespace in ("aten", "prims") or rest[-1] == "default")

@@ -135,8 +135,8 @@ def _module_of(target: Any) -> str | None:
 def _find_function(module: str, path: str, allow: tuple[str, ...]) -> Callable[..., Any]:
     """Import a module and return the callable at a dotted path in it.
 
-    Raise LookupError if there is none, or if the module, or the module that defines the callable, is not allowed. Of
-    the builtins only those in `_BUILTINS` are allowed.
+    Raise LookupError if there is none, or if `_refuse_unless_allowed` refuses the module, or the one that defines the
+    callable. Of the builtins only those in `_BUILTINS` are allowed.
     """
     place = _import(module, allow)
     match = _walk(place, path)
@@ -187,7 +187,7 @@ def _import(module: str, allow: Iterable[str]) -> ModuleType:
 
 
 def is_torchs_own(module: str) -> bool:
-    """Tell whether a module is `builtins`, `operator`, `math` or one of torch's, so that it needs no permission."""
+    """Tell whether a module is `builtins`, `operator`, `math` or one of torch's; `_LOADERS` count too."""
     return module == "builtins" or any(_is_within(module, root) for root in _ROOTS)
 
 

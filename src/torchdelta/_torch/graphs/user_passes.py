@@ -23,8 +23,9 @@ def run_pass(each: Pass, graph: GraphModule, inputs: Sequence[Any]) -> Callable[
     """Run a pass on a graph that it may change in place; return the graph or callable that it leaves, ready to run.
 
     The given graph is returned if the pass returns None, a bool or an int; of torch's `PassResult` the module is taken.
-    A graph is sorted and recompiled: ValueError if it has a cycle. Raise TypeError for any other result that is neither
-    callable nor a `Graph`. Exceptions of the pass are raised.
+    For a `Graph`, the result is its graph module: the given one, or a new one with the attributes of the given one. A
+    graph is sorted and recompiled: ValueError if it has a cycle. A function that takes its arguments as one list is
+    wrapped. Raise TypeError for any other result that is not callable. Exceptions of the pass are raised.
     """
     wants_graph, with_inputs = wanted_by(each)
     result = each(graph.graph if wants_graph else graph, *((list(inputs),) if with_inputs else ()))

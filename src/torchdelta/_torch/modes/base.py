@@ -67,7 +67,10 @@ class OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return (if_true if bool(predicate) else if_false)(*operands)
 
     def _loop(self, condition: Any, body: Any, carried: Any, additional: Any = ()) -> Any:
-        """Run a `while_loop` under the mode, and return the carried values of its last round."""
+        """Run a `while_loop` under the mode; return the carried values after its last round.
+
+        Without any round they are the given ones.
+        """
         with self:
             while bool(condition(*carried, *additional)):
                 carried = tuple(body(*carried, *additional))

@@ -279,6 +279,10 @@ class DecisionReplay(OperationMode):
     """
 
     def __init__(self, recorded: Iterable[torch.Tensor], *, unit: float | None = None) -> None:
+        """Begin at the first of the `recorded` indices, which has those of one choice each.
+
+        `unit` is the relative unit of rounding; with None, recorded indices are forced.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
         self.recorded = iter(recorded)
         self.unit = unit

@@ -141,6 +141,7 @@ class DtypeReplay(_DtypeQuestions):
     """Gives a program recorded answers, in order, while the mode is active."""
 
     def __init__(self, answers: Iterable[Answer]) -> None:
+        """Begin at the first of the recorded answers, which are copied to a list."""
         super().__init__()
         self.answers = list(answers)
         self.count = 0

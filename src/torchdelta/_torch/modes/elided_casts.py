@@ -67,9 +67,9 @@ class Elide(OperationMode):
         - An operation that writes to memory runs on the narrow values. The wide values of that memory are dropped.
         - A narrowing cast, and a view of a narrow tensor, return the narrow result. Its value before the cast is kept
           in `wide`.
-        - A pointwise operation, or one of `_FUSED`, runs on the wide values if its result is one float tensor. The
-          result has its native dtype, and the casts are added to `elided`. If that dtype is narrow, the value before
-          rounding is kept, whether or not there was a cast before.
+        - A pointwise operation, or one of `_FUSED`, runs on the wide values if its result is one float tensor and it
+          does not draw random numbers. The result has its native dtype, and the casts are added to `elided`. If that
+          dtype is narrow, the value before rounding is kept, whether or not there was a cast before.
         - Any other operation runs on the narrow values, and so does one that refuses the wide ones.
         """
         kwargs = kwargs or {}

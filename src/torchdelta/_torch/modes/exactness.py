@@ -56,8 +56,8 @@ Products are what a program spends its time on, and in float64 they take twice a
 def run_beside_float64(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
     """Run an operation; return its result, and for each output its value in float64, or None if that is not known.
 
-    It is not known if the operation draws random numbers, fails in float64 or has an operand in float64 already, and
-    for a product of float32 that `_may_be_exact` rules out.
+    It is not known if the operation draws random numbers, raises RuntimeError in float64 or has an operand in float64
+    already, and for a product of float32 that `_may_be_exact` rules out. Raise what the operation itself raises.
     """
     wide = _run_in_float64(func, args, kwargs)
     result = func(*args, **kwargs)
@@ -69,8 +69,8 @@ def run_beside_float64(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 def rounded_elements(output: torch.Tensor, wide: Any) -> torch.Tensor | None:
     """Return a mask of the elements of a float output that were rounded; None if all were, or nothing is known.
 
-    `wide` is the output in float64. An element of an output that is in float64 itself was rounded if float32 cannot
-    hold it.
+    `wide` is the output in float64, or None if that is not known. It does not count for an output that is in float64
+    itself: an element of that was rounded if float32 cannot hold it.
     """
     if output.dtype is torch.float64 and output.layout is torch.strided:
         # not a cast to float32, which a mode that lifts would not make
@@ -116,8 +116,8 @@ def long_elements(tensor: torch.Tensor) -> torch.Tensor | None:
 def _run_in_float64(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation on float64 copies of its operands and return the result, or None if that says nothing.
 
-    None if an operand is in float64 already, if the operation draws random numbers or raises in float64, and if
-    `_may_be_exact` rules an exact element out. The operands stay as they are.
+    None if an operand is in float64 already, if the operation draws random numbers or raises RuntimeError in float64,
+    and if it is a product in which `_may_be_exact` rules an exact element out. The operands stay as they are.
     """
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     if torch.Tag.nondeterministic_seeded in func.tags or any(tensor.dtype is torch.float64 for tensor in tensors):
@@ -143,6 +143,7 @@ def _converter(*, has_floats: bool, copies: bool) -> Callable[[Any], Any]:
     """
 
     def convert(value: Any) -> Any:
+        """Return a tensor or dtype lifted, as the outer function says, and any other value unchanged."""
         if isinstance(value, torch.dtype):
             return widened(value)
         if not isinstance(value, torch.Tensor):

@@ -108,10 +108,10 @@ class Lift(OperationMode):
         return widened(value) if isinstance(value, torch.dtype) else value
 
     def _run_native(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
-        """Run an operation that failed in float64 on operands in the dtype `drawn_in`; return its result in float64.
+        """Run an operation that failed in float64 once more, natively, and return its result in float64.
 
-        The operation is added to `unlifted`. Raise `error`, that of float64, if it fails again or writes to its
-        operands.
+        `args` and `kwargs` are those of the program; their float64 tensors are cast to `drawn_in`. The operation is
+        added to `unlifted`. Raise `error`, that of float64, if it fails again or writes to its operands.
         """
         narrow_args, narrow_kwargs = tree_map(self._narrow, (args, kwargs))
         try:

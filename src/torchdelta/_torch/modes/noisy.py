@@ -144,8 +144,9 @@ class Noisy(OperationMode):
 
         This is for values that another correct program may have rounded otherwise, such as the output of another node.
         Elements of few digits, such as whole numbers, stay: see `long_elements`. A source is rounded in its whole
-        storage, and once: not again if its storage depends on a source already. Sources that are not strided floats of
-        two or more bytes are not rounded, but results that depend on them are.
+        storage, and once: not again if its storage depends on a source already. Sources of integers, complex numbers or
+        floats of one byte are not rounded, but results that depend on them are. A source without plain memory, such as
+        a sparse tensor, has no effect.
         """
         for tensor in sources:
             if tensors.storage_key(tensor) and tensors.storage_reference(tensor) not in self.dependent:
@@ -298,7 +299,11 @@ class Steps:
                 piece.mul_(factors)
 
     def take_beside(self, tensor: torch.Tensor, wide: Any) -> None:
-        """Multiply the elements that were rounded, as `take` does; `wide` is the tensor in float64, or None."""
+        """Multiply the elements that were rounded, in place, as `take` does: those that differ from `wide`.
+
+        `wide` is the tensor in float64. If it is None, or the tensor is in float64 itself, `rounded_elements` tells
+        which elements were rounded.
+        """
         pieces = _pieces(tensor)
         if not is_beside(tensor, wide) or _loops_for(pieces[0]) is None:
             self.take(tensor, rounded_elements(tensor, wide))

@@ -63,6 +63,9 @@ def preserved_dispatch() -> Iterator[None]:
 
 @contextmanager
 def outside_modes() -> Iterator[None]:
-    """Run the body without modes, overrides of tensor functions and inference mode, so that its tensors are real."""
+    """Run the body without modes, overrides of tensor functions and inference mode, so that its tensors are real.
+
+    Gradients are recorded in the body, even within `torch.no_grad()`.
+    """
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.inference_mode(False):
         yield

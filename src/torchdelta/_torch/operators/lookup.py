@@ -198,7 +198,8 @@ _NAMESPACES = (
 def _public_name(op: Any) -> str | None:
     """Return the path of a function in one of torch's public `_NAMESPACES`, such as `torch.linalg.inv`, or None.
 
-    None if no namespace has the function under its own name.
+    None if no namespace has the function under its own name, without a prefix such as `linalg_`; the first that has it
+    counts.
     """
     own = str(getattr(op, "__name__", ""))
     # the C++ function of torch.linalg.inv calls itself linalg_inv

@@ -84,9 +84,9 @@ def operators() -> dict[str, tuple[str, ...]]:
 def draw_samples(name: str, dtype: str, *, seed: int) -> OperatorOffer:
     """Return the samples of an operator in a dtype (`float32`), drawn anew from the seed; generators are restored.
 
-    Inputs may require grad if the operator has gradients in this dtype. Samples that cannot be checked are only
-    counted, in `left_out`. KeyError if the database has no such operator, EnvironmentUnfit if it cannot be imported;
-    also raises what the database raises.
+    Inputs may require grad if the operator has gradients in this dtype. Samples that cannot be checked (`_why_not`) are
+    only counted, in `left_out`, by the reason. KeyError if the database has no such operator, EnvironmentUnfit if it
+    cannot be imported; also raises what the database raises.
     """
     entry = _database()[name]
     of_dtype = getattr(torch, dtype)
@@ -108,8 +108,9 @@ def draw_samples(name: str, dtype: str, *, seed: int) -> OperatorOffer:
 def choose(samples: Sequence[OpSample], most: int) -> tuple[OpSample, ...]:
     """Choose at most `most` samples, substantial ones before others, and return them in the order of the database.
 
-    The chosen ones are spread over all samples, because neighbours in the database resemble each other. If substantial
-    samples have gradients, at least one of those is chosen.
+    A sample is substantial if its `is_substantial` is true. The chosen ones of either kind are spread over all of that
+    kind, because neighbours in the database resemble each other. If substantial samples have gradients, at least one of
+    those is chosen, unless `most` is 0.
     """
     substantial = [sample for sample in samples if sample.is_substantial]
     picked = list(_spread(substantial, most))

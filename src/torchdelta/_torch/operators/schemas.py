@@ -106,6 +106,7 @@ class _Span:
     """The bytes of a storage between the first and the last element of a tensor; none for a tensor without memory."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
+        """Set `storage` to the tensor's `storage_key`, and `begin` and `end` to its bytes there, unless it has none."""
         self.storage = storage_key(tensor)
         if self.storage:
             last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

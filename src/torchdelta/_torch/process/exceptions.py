@@ -42,7 +42,8 @@ _COMPILERS = (
 def place_of(error: BaseException) -> str:
     """Return the innermost line of the user's code that an error was raised through, as `file.py:12`; "" if none.
 
-    The frames are those of the innermost `__cause__`, because a compiler wraps the exceptions that it catches.
+    `_is_user_file` tells which code is the user's. Only the frames of the innermost `__cause__` count, because a
+    compiler wraps the exceptions that it catches.
     """
     inner = error
     while inner.__cause__ is not None:
@@ -60,7 +61,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def names_out_of_memory(name: str, message: str) -> bool:
-    """Tell by its class name and message whether an exception meant that an allocation failed."""
+    """Tell whether an exception meant that an allocation failed: by its class name, or by its message alone."""
     is_named = name.rpartition(".")[2] in ("MemoryError", "OutOfMemoryError")
     return is_named or any(words in message for words in _OUT_OF_MEMORY)
 
@@ -68,7 +69,8 @@ def names_out_of_memory(name: str, message: str) -> bool:
 def is_lack_of_machine(error: BaseException) -> bool:
     """Tell whether an exception means that memory, a device or a kernel for it is missing here.
 
-    Every `torch.AcceleratorError` counts; other errors of torch are judged by their messages.
+    Every `torch.AcceleratorError` counts, and every error that `is_out_of_memory` accepts. A RuntimeError,
+    NotImplementedError or AssertionError counts if its message has one of the words `_NO_KERNEL`.
     """
     is_of_torch = isinstance(error, (RuntimeError, NotImplementedError, AssertionError))
     is_missing = is_of_torch and any(words in message_of(error).lower() for words in _NO_KERNEL)
@@ -100,9 +102,10 @@ def kinds_of(error: BaseException) -> tuple[type[BaseException], ...]:
 
 
 def without_frames(error: Exception) -> Exception:
-    """Remove the frames of an exception, and of the causes and contexts behind it, in place; return the exception.
+    """Remove the frames of an exception, and of the chain behind it, in place; return the exception.
 
-    The frames would keep local variables alive.
+    The chain goes on with the cause, or without one with the context; the context beside a cause keeps its frames. The
+    frames would keep local variables alive.
     """
     known: set[int] = set()
     pending: list[BaseException | None] = [error]

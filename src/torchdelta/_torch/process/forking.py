@@ -79,7 +79,8 @@ def warm_up(backend: str) -> None:
 
     A C++ kernel is not compiled, because that prepares nothing for others, and no backward is run, because the autograd
     engine must not see a fork. The user's cache is used, except that of graphs. Afterwards this process compiles
-    without helpers (`compile_alone`), and dynamo and its counters are reset.
+    without helpers (`compile_alone`) and has no monitor of progress bars, and dynamo and its counters are reset. What
+    the compile raises passes through.
     """
     # a progress bar would start a thread, and a process with threads must not fork
     torch.hub.tqdm.monitor_interval = 0  # type: ignore[attr-defined]

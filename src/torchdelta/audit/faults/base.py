@@ -103,8 +103,8 @@ def _path_in_program(path: str, names: Mapping[str, str]) -> str:
     """Return the path of a module in the program, given its path in the exported graph.
 
     Export may have wrapped the program, which adds a first name to the path; it is replaced by the program's own name
-    for that module, or dropped. `names` maps names of state in the graph to those in the program. The path is returned
-    unchanged if none of them begins with the path's first name.
+    for that module, or dropped. `names` maps names of state in the graph to those in the program; the first key that
+    begins with the path's first name decides. The path is returned unchanged if there is no such key.
     """
     head, _, rest = path.partition(".")
     for own, original in names.items():

@@ -60,7 +60,7 @@ def addmm_in_low_precision(
 
 
 def rsqrt_by_newton(x: torch.Tensor, steps: int) -> torch.Tensor:
-    """Return the inverse square root by a guess from the bits of the number and so many Newton steps.
+    """Return the inverse square root by a guess from the bits of the number in float64 and `steps` Newton steps.
 
     At infinity, zero and below it is exact: zero, infinity or NaN. The gradient has the relative error of the result.
     """

@@ -63,9 +63,10 @@ def _neighbourhood(subject: Subject, culprit: str, radius: int) -> list[str]:
 def isolate_operations(search: Search) -> Proposals:
     """Propose to isolate one operation of each kind, or if that is refused all operations, then narrow down to one.
 
-    Isolated operations read the reference's values instead of each other's, and are returned. The first edit also drops
-    gradients if the failure is in forward. Rare kinds (see `_kind`) are suspected first. A graph of at most
-    `SMALL_GRAPH` operations gets no proposals.
+    Isolated operations read the reference's values instead of each other's, and are returned. Only operations that
+    compute a tensor are isolated. The first edit also drops gradients if the failure is in forward. Of one operation of
+    each kind (see `_kind`), those of rare kinds are suspected first; of all operations, those that the first edit had
+    are suspected last. A graph of at most `SMALL_GRAPH` operations gets no proposals.
     """
     subject = search.subject
     if len(subject.nodes) <= SMALL_GRAPH:

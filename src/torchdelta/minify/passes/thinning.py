@@ -16,10 +16,10 @@ from torchdelta.minify.subject import Name, Subject
 
 
 def drop_outputs(search: Search) -> Proposals:
-    """Propose to return only the worst output; else to remove outputs, and then to replace outputs by their operands.
+    """Propose to return only the worst failing output; else to remove outputs, then to replace them by their operands.
 
-    If the first is accepted, nothing else is proposed. Outputs are removed by halves, and replaced one by one, by all
-    operands that are not inputs.
+    If the first is accepted, nothing else is proposed; it is left out if there is one output, or if `failing_outputs`
+    is empty. Outputs are removed by halves, and replaced one by one, by all operands that are not inputs.
     """
     outputs = search.subject.outputs
     failing = failing_outputs(search)
@@ -37,7 +37,8 @@ def drop_outputs(search: Search) -> Proposals:
 def cut_edges(search: Search) -> Proposals:
     """Propose for each node that its readers read an input with the reference's value instead, last nodes first.
 
-    All at once, then by halves. Nodes whose value is not a tensor or number are left out.
+    All at once, then by halves. The node's effect, if it has one, is dropped too. Nodes without a reader, and nodes
+    whose value is not a tensor or number, are left out.
     """
     subject = search.subject
     candidates = cuttable(subject, (node.name for node in subject.nodes if node.users))

@@ -111,7 +111,7 @@ class _Backward:
 
     @classmethod
     def run(cls, baseline: Baseline, lay_out: Layout) -> _Backward:
-        """Run a copy of the program and its backward; return the gradients, the tensors written to, and any draws.
+        """Run a copy of the program and its backward; return the gradients, the writes, and whether the backward draws.
 
         The gradients are those of the inputs that require grad, None for one that got none. The cotangents are random
         numbers, laid out by `lay_out`. Cotangents, outputs and inputs are watched for writes of the backward. Raise

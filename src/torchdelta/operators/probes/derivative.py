@@ -52,10 +52,10 @@ NO_SLOPE = "along these it has no derivative that differences tell (a kink, a st
 def derivative(subject: OpSubject) -> Probe:
     """Compare the backward with differences of the function: at the user's inputs, at fresh values, at other sizes.
 
-    DIVERGED if a gradient is wrong at any of these. INCONCLUSIVE if the operator does not run in float64 with the
-    user's inputs, if no output requires grad there, or if the derivative along some input is known at none of these.
-    Otherwise EQUIVALENT. Other inputs that the operator does not take are skipped; none are tried if a
-    tensor input is of integers or booleans.
+    DIVERGED if a gradient is wrong at any of these; the first place with a wrong one is reported. INCONCLUSIVE if the
+    operator does not run in float64 with the user's inputs, if no output requires grad in float64 at any of these, or
+    if the derivative along some input is known at none of these. Otherwise EQUIVALENT. Other inputs that the operator
+    does not take are skipped; none are tried if a tensor input is of integers or booleans.
     """
     own = subject.inputs.own
     unknown: set[str] | None = None
@@ -123,6 +123,7 @@ class Slope:
         return self.is_known and not abs(self.gradient - self.derivative) <= self.allowed
 
     def __str__(self) -> str:
+        """Return a sentence on the derivative, how well it is known, and the gradient, for the reason of a probe."""
         gradient = "None" if self.is_none else f"{self.gradient:.6g}"
         return (
             f"along a random direction of {self.path} the function changes by {self.derivative:.6g} "

@@ -147,9 +147,9 @@ def registration(subject: OpSubject) -> Probe:
 def gradients(subject: OpSubject) -> Probe | str | None:
     """Return why gradients cannot be compared, as a probe or a text; None if they can, which the other probes then do.
 
-    An INCONCLUSIVE probe if no input requires grad, or if the backward raises for the user's inputs or for others that
-    the forward takes. If no output requires grad, an EQUIVALENT probe, because a trace has to refuse a backward too;
-    with `gradients="auto"` a text that says so.
+    An INCONCLUSIVE probe if no input requires grad, or if the backward raises for the user's inputs, or for other sizes
+    that the forward takes (`OpInputs.other_backward_error`). If no output requires grad, an EQUIVALENT probe, because a
+    trace has to refuse a backward too; with `gradients="auto"` a text that says so.
     """
     inputs = subject.inputs
     if has_input_with_grad(subject):

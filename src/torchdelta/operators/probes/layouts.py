@@ -35,9 +35,9 @@ REMEDY = (
 def layout(subject: OpSubject) -> Probe | str:
     """Ask whether the operator returns the same, but for rounding, for other memory layouts that it accepts.
 
-    EQUIVALENT or DIVERGED; INCONCLUSIVE if it raises when called again. The reason also tells of a layout that it
-    rejects. Return a text if there is nothing to ask: no other layout is accepted, the operator draws random numbers,
-    or it returns something else when called again with another seed.
+    DIVERGED for the first layout with other results, else EQUIVALENT; INCONCLUSIVE if it raises when called again. The
+    reason also tells of the last layout that it rejects. Return a text if there is nothing to ask: no other layout is
+    accepted, the operator draws random numbers, or it returns something else when called again with another seed.
     """
     inputs, own = subject.inputs, subject.inputs.own
     if not inputs.laid_out:

@@ -83,10 +83,10 @@ def has_separate_inputs(subject: OpSubject) -> str:
 def ask_trace(trace: Trace, subject: OpSubject) -> Probe:
     """Trace the operator with the user's inputs, run the trace on them and then on others, and return a probe.
 
-    It is the first probe that is not EQUIVALENT, or an EQUIVALENT one if all are. Other inputs are tried only if the
-    user's own are equivalent: those of other sizes if the trace is dynamic and there are any, or if the user gave
-    `others`; else fresh values. An equivalent trace is INCONCLUSIVE if inputs that it should be tried on were not to be
-    had: see `_untried`.
+    It is the first probe that is not EQUIVALENT, or that of the user's inputs if all are. Other inputs are tried only
+    if the user's own are equivalent: those of other sizes if the trace is dynamic and there are any, or if the user
+    gave `others`; else fresh values. An equivalent trace is INCONCLUSIVE if inputs that it should be tried on were not
+    to be had: see `_untried`.
     """
     inputs = subject.inputs
     is_resized = trace.is_dynamic and bool(inputs.resized)

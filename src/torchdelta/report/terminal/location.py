@@ -408,7 +408,8 @@ class _Neighbourhood:
     def above(self) -> list[_DrawnLine]:
         """Return the lines for the nodes that the culprit reads, or for the two before it if no node has known inputs.
 
-        The culprit comes behind the last line. Where there is room, informative nodes that these read are shown too.
+        They are in the order of the drawing, and the culprit itself is not among them. Where there is room, informative
+        nodes that these read are shown too.
         """
         if not self.has_edges:
             return [_DrawnLine("", node) for node in self.nodes[max(0, self.place - 2) : self.place]]
@@ -437,7 +438,7 @@ class _Neighbourhood:
         """Return the nodes that read a node: those behind it in the same graph, and unmatched ones, maybe twice.
 
         The same graph ends where another judged node has the same name, because a backward graph follows its forward
-        graph.
+        graph. The readers of a node that was not judged are looked for among all nodes.
         """
         consumers = []
         start = 0 if node.row is None else self._place_of(node) + 1

@@ -71,7 +71,7 @@ def _probe_lines(probe: Probe, width: int, *, verbose: bool) -> Iterator[Text]:
 
 
 def _sweep_parts(sweep: Sweep, *, verbose: bool) -> Iterator[RenderableType]:
-    """Yield the parts in order: the verdict, tables by dtype and by probe, failures, inconclusive ones, and notes.
+    """Yield the parts in order: verdict, settings, tables by dtype and by probe, failures, inconclusive ones, notes.
 
     The notes begin with the samples that were left out. `verbose` lists inconclusive operators one by one.
     """
