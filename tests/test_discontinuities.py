@@ -212,14 +212,113 @@ def test_a_candidate_that_chooses_as_the_truth_does_natively_alone_is_not_equiva
     assert first(seen).verdict is not Verdict.EQUIVALENT
 
 
-def test_a_cast_that_is_left_out_is_not_rounding_of_the_choice():
+@pytest.mark.parametrize("masked", [None, -1e4, -1e9, -torch.inf])
+def test_a_cast_that_is_left_out_is_not_rounding_of_the_choice(masked):
     generator = torch.Generator().manual_seed(0)
     x = torch.rand(64, 1024, generator=generator)
+    if masked is not None:  # any two values are close beside a mask constant
+        x[:, 0] = masked
 
     seen = td.check(lambda x: x.bfloat16().argmax(-1), (x,), transform=lambda _, __: lambda x: (x.argmax(-1),))
 
     assert first(seen).measurement.mismatches > 0
     assert first(seen).verdict is not Verdict.EQUIVALENT
+
+
+def both_experts(x, w):
+    chosen = routing(x, w)
+    return chosen[:, 0].clone(), chosen[:, 1].clone()
+
+
+def with_counts(x, w):
+    chosen = routing(x, w)
+    return chosen, torch.bincount(chosen.reshape(-1), minlength=8)
+
+
+def with_rows(x, w):
+    chosen = routing(x, w)
+    return chosen, torch.linspace(1, 9, 8).bfloat16()[chosen]
+
+
+@pytest.mark.parametrize("program", [both_experts, with_counts, with_rows])
+def test_a_candidate_must_choose_as_the_truth_in_all_leaves(program):
+    def mixed(x, w):
+        return program(x.double(), w.double())[0], program(x, w)[1]
+
+    x, w = routing_inputs()
+    x = x.repeat(4, 1) + torch.arange(4).repeat_interleave(512)[:, None].bfloat16() / 64
+
+    assert td.check(program, (x, w), candidate=mixed).verdict is Verdict.INCONCLUSIVE
+
+
+def split_in_two(x, w):
+    return x[:, :32] @ w[:32] + x[:, 32:] @ w[32:]
+
+
+def matrices():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(128, 64, generator=generator).bfloat16(), torch.randn(64, 8, generator=generator).bfloat16() / 4
+
+
+@pytest.mark.parametrize(
+    "decide",
+    [
+        lambda y: (y / 0.05).round().to(torch.int8),
+        lambda y: (y / 0.05).round().clamp(-128, 127).to(torch.int8),
+        lambda y: ((y / 0.05).round() + 3).to(torch.int8),
+        lambda y: y.sign().long(),
+        lambda y: (y > 1) & (y < 2),
+    ],
+)
+def test_integers_that_rounding_decided_before_a_further_operation_are_inconclusive(decide):
+    def wrong(x, w):
+        decided = decide(x @ w)
+        return ~decided if decided.dtype is torch.bool else decided + 1
+
+    program = lambda x, w: decide(x @ w)  # noqa: E731 — beside the one below
+    seen = first(td.check(program, matrices(), candidate=lambda x, w: decide(split_in_two(x, w))))
+
+    assert seen.measurement.mismatches > 0
+    assert seen.verdict is Verdict.INCONCLUSIVE
+    assert first(td.check(program, matrices(), candidate=wrong)).verdict is Verdict.DIVERGED
+
+
+def test_a_shape_that_rounding_decided_is_inconclusive_and_another_one_diverges():
+    generator = torch.Generator().manual_seed(0)
+    x, w = torch.randn(4096, 32, generator=generator).bfloat16(), torch.randn(32, 8, generator=generator).bfloat16()
+
+    def dispatched(scores):
+        chosen = scores.argmax(-1)
+        return [(chosen == expert).nonzero()[:, 0] for expert in range(8)]
+
+    def program(x, w):
+        return dispatched(x @ w)
+
+    def less(x, w):
+        return [places[: len(places) // 2] for places in dispatched(x @ w)]
+
+    assert td.check(program, (x, w), candidate=lambda x, w: program(x.double(), w.double())).verdict is (
+        Verdict.INCONCLUSIVE
+    )
+    assert td.check(program, (x, w), candidate=less).verdict is Verdict.DIVERGED
+
+
+@pytest.mark.parametrize(
+    ("decide", "value", "margin"),
+    [
+        (lambda x: x.bool(), 3.0, 3.0),
+        (lambda x: x.to(torch.int64), 1e-3, 1.0 - 1e-3),
+        (lambda x: x.trunc(), 2.25, 0.25),
+        (lambda x: x.round(decimals=2), 0.125, 0.0),
+        (lambda x: x.round().clamp(0, 9).to(torch.uint8), 2.25, 0.25),
+    ],
+)
+def test_the_margin_is_the_distance_from_the_edge_of_each_decision(decide, value, margin):
+    x = torch.tensor([value], dtype=torch.float64)
+    with MarginWatch() as watch:
+        decided = decide(x)
+
+    assert watch.margin_of(decided)[0].item() == pytest.approx(margin, abs=1e-9)
 
 
 def test_an_overflow_that_is_avoided_is_not_rounding_of_the_choice():
@@ -250,8 +349,14 @@ def test_a_data_dependent_shape_and_a_program_that_asserts_end_in_a_verdict():
         assert float(a[1]) == 0.5
         return (a * 2).long()
 
-    places = td.check(lambda a: (a * 1.1 >= 0.55).nonzero(), (values,), candidate=lambda a: (a >= 0.6).nonzero())
+    def places(a):
+        return (a * 1.1 >= 0.55).nonzero()
+
+    # two values are at the threshold: a correct program may drop them, and must not find more places than values
+    dropped = td.check(places, (values,), candidate=lambda a: (a >= 0.6).nonzero())
+    repeated = td.check(places, (values,), candidate=lambda a: places(a).repeat(3, 1))
     wrong = td.check(asserting, (values,), candidate=lambda a: (a * 2).long() + 1)
 
-    assert places.verdict is Verdict.DIVERGED
+    assert dropped.verdict is Verdict.INCONCLUSIVE
+    assert repeated.verdict is Verdict.DIVERGED
     assert wrong.verdict is Verdict.DIVERGED

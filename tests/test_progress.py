@@ -12,7 +12,7 @@ import time
 import pytest
 from rich.console import Console
 
-from torchdelta.cli.progress import Progress
+from torchdelta.cli.progress import ProgressLine
 
 PROGRAM = """
 import os
@@ -76,7 +76,7 @@ def test_the_terminal_report_stands_alone_on_stdout_too(command):
 
 def test_elsewhere_than_on_a_terminal_a_plain_line_comes_now_and_then():
     stream = io.StringIO()
-    with Progress("inductor", Console(file=stream), plain_every_s=0.05) as progress:
+    with ProgressLine("inductor", Console(file=stream), plain_every_s=0.05) as progress:
         time.sleep(0.12)
         progress("candidate")
         time.sleep(0.12)
@@ -89,28 +89,28 @@ def test_elsewhere_than_on_a_terminal_a_plain_line_comes_now_and_then():
 
 def test_a_short_command_prints_no_plain_line():
     stream = io.StringIO()
-    with Progress("inductor", Console(file=stream)) as progress:
+    with ProgressLine("inductor", Console(file=stream)) as progress:
         progress("candidate")
 
     assert stream.getvalue() == ""
 
 
 def test_a_part_without_a_known_successor_is_shown_without_one():
-    progress = Progress("op", Console(file=io.StringIO()))
+    progress = ProgressLine("op", Console(file=io.StringIO()))
     progress("aot/static")
 
     assert progress.line == "op: aot/static, 0 s"
 
 
 def test_control_characters_of_a_name_are_shown_escaped():
-    assert "\x1b" not in Progress("\x1b]0;title\x07", Console(file=io.StringIO())).line
+    assert "\x1b" not in ProgressLine("\x1b]0;title\x07", Console(file=io.StringIO())).line
 
 
 def test_on_a_terminal_a_line_shows_the_part_and_what_is_next():
     terminal, end = pty.openpty()
     with os.fdopen(end, "w") as stream:
         console = Console(file=stream, force_terminal=True, width=100)
-        with Progress("inductor", console) as progress:
+        with ProgressLine("inductor", console) as progress:
             progress("candidate")
             time.sleep(0.4)
         stream.flush()

@@ -132,3 +132,66 @@ def test_an_error_function_by_another_polynomial_is_no_alarm():
     report = td.check(lambda x: torch.erf(x), (everywhere,), transform="inductor", thorough=True)
 
     assert report.stage("local").verdict is td.Verdict.EQUIVALENT
+
+
+def rms_norm(x):
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def rounding_after(operation):
+    """A pass that rounds the results of an operation to bfloat16 and back."""
+
+    def insert(graph_module, inputs):
+        for node in list(graph_module.graph.nodes):
+            if node.target is operation:
+                with graph_module.graph.inserting_after(node):
+                    narrow = graph_module.graph.call_function(torch.ops.aten.to.dtype, (node, torch.bfloat16))
+                with graph_module.graph.inserting_after(narrow):
+                    wide = graph_module.graph.call_function(torch.ops.aten.to.dtype, (narrow, torch.float32))
+                node.replace_all_uses_with(wide, delete_user_cb=lambda user, narrow=narrow: user is not narrow)
+        graph_module.recompile()
+        return graph_module
+
+    return insert
+
+
+def test_a_rounding_in_a_wide_part_is_not_hidden_by_the_narrow_result_behind_it():
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+    report = td.check(
+        rms_norm,
+        (x,),
+        transform=rounding_after(torch.ops.aten.rsqrt.default),
+        options={"graph": "export"},
+        thorough=True,
+        semantic=False,
+    )
+
+    assert report.verdict is td.Verdict.DIVERGED
+    assert [culprit.op for culprit in report.culprits] == ["aten.rsqrt.default"]
+
+
+def test_a_node_that_rounds_to_the_same_bits_natively_is_looked_at_in_float64():
+    def tiny_factor(graph_module, inputs):
+        for node in list(graph_module.graph.nodes):
+            if node.target is torch.ops.aten.relu.default:
+                with graph_module.graph.inserting_after(node):
+                    scaled = graph_module.graph.call_function(torch.ops.aten.mul.Tensor, (node, 1 + 2.0**-20))
+                node.replace_all_uses_with(scaled, delete_user_cb=lambda user, scaled=scaled: user is not scaled)
+        graph_module.recompile()
+        return graph_module
+
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+    def program(x):
+        return torch.relu(x).argmax(-1)
+
+    plain, thorough = (
+        td.check(program, (x,), transform=tiny_factor, options={"graph": "export"}, thorough=is_thorough)
+        for is_thorough in (False, True)
+    )
+
+    assert plain.verdict is td.Verdict.EQUIVALENT
+    assert thorough.verdict is td.Verdict.DIVERGED
+    assert [culprit.op for culprit in thorough.culprits] == ["aten.relu.default"]

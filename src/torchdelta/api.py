@@ -190,7 +190,7 @@ def sensitivity(
 
     Takes the keywords of `check` too, but stages and policy mean nothing here. The module that loses most is first.
     UsageError if the transform is not a quantizer; ProgramError if the program fails eagerly, or if the quantizer fails
-    on the whole program; SideFailed if the quantized whole fails when run.
+    on the whole program; ProgramError too if the quantized whole fails when run.
     """
     progress = options.pop("progress", lambda _: None)
     check_options = CheckOptions.read(transform=transform, **options)

@@ -116,8 +116,8 @@ class Diagnosis:
         """Check, locate and minify, and return the report; after a check that did not fail, return its report at once.
 
         `report.json` is written on the way, and `found.json` before minifying. The check is left out if there is a
-        report of an earlier diagnosis to resume, and locating if the report has culprits already. `notes` go onto the
-        report after a failure only.
+        report of an earlier diagnosis to resume, and locating if the report has culprits already. `notes` go onto
+        the report.
         """
         report = self._read_earlier() or self._check()
         report = replace(report, notes=tuple(dict.fromkeys((*report.notes, *self.notes))))

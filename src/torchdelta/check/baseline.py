@@ -389,9 +389,10 @@ class Baseline:
 
         If a stage after the forward raises, the reference runs again, once, and from then on only outputs have
         cotangents, with a note: the state that a program keeps may be overwritten where its gradient needs it. If the
-        reference raises in a later iteration, `plan` is cut to the iterations before, `shortfall` says so, and the
-        reference runs again. Raise ProgramError if the run changes a tensor of the original, or one that all copies
-        share. Sets `recorded_answers`.
+        reference raises with further inputs, the plan loses these, with a note. If it raises in a later iteration with
+        random inputs, `plan` is cut to the iterations before, and `shortfall` says so. In both cases it runs again. If
+        the stage `steps` raises, that is an EagerFails too. Raise ProgramError if the run changes a tensor of the
+        original, or one that all copies share. Sets `recorded_answers`.
         """
         try:
             name = self.program.name

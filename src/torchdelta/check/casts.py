@@ -31,7 +31,7 @@ def notice(stages: list[Stage], baseline: Baseline, candidate: Observation, term
 
     The reference runs again with its narrowing casts elided. If the run elides no cast, or no leaf is explained, the
     stages are returned unchanged, with an empty note. If the run fails, the note says so, and if `casts` is strict in
-    the terms, the stages are at best inconclusive.
+    the terms, the stages with comparisons are at best inconclusive.
     """
     mode = Elide()
     try:

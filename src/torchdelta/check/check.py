@@ -346,24 +346,21 @@ class Check(JudgingSteps[Observation]):
         return [semantic.add_answers(stage, self.answers.get(stage.name, {}), self.baseline) for stage in stages]
 
     def _settle_choices(self, stages: list[Stage], yardstick: Yardstick[Observation]) -> list[Stage]:
-        """Return the stages with the leaves settled that depend on choices within rounding.
+        """Return the stages; integers become equivalent if rounding alone set the reference's choices apart.
 
-        `decisions.settle_choices` says how. The stages are returned unchanged if the program chooses nothing, if no
-        integers were compared that differ from those of the truth on either side, if float64 diverged or was not asked,
-        if a cast that is left out is a divergence (the truth leaves all of them out), or if there is nothing to replay.
-        A note says if any leaf changed.
+        `decisions.settle_choices` says which. The stages are returned unchanged if no integers are those of the truth,
+        if float64 diverged or was not asked, if a cast that is left out is a divergence (the truth leaves all of them
+        out), or if there is nothing to replay. A note says if any became equivalent.
         """
-        is_same_function = self.semantic_question == ASKED and not has_diverged(self.answers)
-        if not (self.baseline.has_chosen and is_same_function) or "casts" in self.case.strict:
-            return stages
         is_open = any(decisions.is_as_truth(comparison) for stage in stages for comparison in stage.comparisons)
-        if not is_open and not decisions.has_flips(stages, yardstick):
+        is_same_function = self.semantic_question == ASKED and not has_diverged(self.answers)
+        if not (is_open and is_same_function and self.baseline.has_chosen) or "casts" in self.case.strict:
             return stages
         replay = decisions.replay_reference(self.baseline, yardstick)
         if replay is None or replay[0].truth is None:
             return stages
         assert yardstick.truth is not None
-        settling = decisions.Settling(
+        runs = decisions.ChoiceRuns(
             reference=yardstick.reference,
             truth=yardstick.truth,
             replayed=replay[0].truth,
@@ -371,11 +368,11 @@ class Check(JudgingSteps[Observation]):
             lifted=(self.lifted.reference, self.lifted.candidate),
             unit=unit_roundoff(self.baseline.drawn_in),
         )
-        settled = decisions.settle_choices(stages, settling)
+        settled = decisions.settle_choices(stages, runs)
         if settled != stages:
             self.notes.append(
-                f"{replay[1]} choices (topk, argmax, sort) of the reference are within rounding, and float64 makes "
-                "them otherwise: a candidate may make them either way, but all alike"
+                f"{replay[1]} choices (topk, argmax, sort) of the reference are within rounding, and the candidate "
+                "made them as float64 does: integers that differ for this reason alone are equivalent"
             )
         return settled
 

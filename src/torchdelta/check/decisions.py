@@ -22,7 +22,6 @@ a difference is not a fault of the candidate, and it must not hide one. There is
 from __future__ import annotations
 
 import ast
-import enum
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -529,38 +528,19 @@ def is_as_truth(comparison: Comparison) -> bool:
     return bool(comparison.details.get(_AS_TRUTH))
 
 
-def has_flips(stages: Sequence[Stage], yardstick: Yardstick[Observation]) -> bool:
-    """Tell whether the reference has integers that were compared and are not the truth's, as after a choice."""
-    truth = yardstick.truth
-    return truth is not None and any(
-        comparison.measurement is not None
-        and isinstance(reference, torch.Tensor)
-        and not is_inexact(reference.dtype)
-        and not _is_same(reference, other)
-        for stage in stages
-        for comparison in stage.comparisons
-        for reference, other in (_leaves_at(stage.name, comparison.path, yardstick.reference, truth),)
-    )
+def settle_choices(stages: list[Stage], runs: ChoiceRuns) -> list[Stage]:
+    """Return the stages; integers in which the candidate is as the truth is become equivalent where both are right.
 
-
-def settle_choices(stages: list[Stage], settling: Settling) -> list[Stage]:
-    """Return the stages with the leaves settled that depend on choices within rounding.
-
-    A candidate may make such choices as the reference does, or as the truth does, but in all leaves alike: one that
-    mixes both may send a token to one expert twice. If it mixes them, its equivalent leaves among these become
-    inconclusive. If it chose as the truth did, integers that `excuse_integers` excused for that become equivalent,
-    where the replayed truth has the reference's integers, so that both are right, and both sides have the same integers
-    in float64.
+    Both are right if the truth has the reference's integers once it makes the reference's choices where those are
+    within rounding. The candidate must have the reference's integers in float64, so that it is not right by chance, and
+    its forward must have made the truth's choices in all leaves (`ChoiceRuns.is_consistent`). Otherwise nothing
+    changes.
     """
-    sides = {key: side for key in settling.dependent if (side := settling.side_of(*key)) is not None}
-    is_mixed = len(set(sides.values())) > 1 or Choosing.NEITHER in sides.values()
+    if not runs.is_consistent():
+        return stages
 
     def settled(stage: str, comparison: Comparison) -> Comparison:
-        key = (stage, comparison.path)
-        if is_mixed and key in sides and comparison.verdict is Verdict.EQUIVALENT:
-            reason = f"{comparison.reason}; but the candidate makes some choices as float64 does, and some otherwise"
-            return replace(comparison, verdict=Verdict.INCONCLUSIVE, reason=reason)
-        if is_mixed or not is_as_truth(comparison) or not settling.is_right(*key):
+        if not is_as_truth(comparison) or not runs.is_right(stage, comparison.path):
             return comparison
         reason = f"{comparison.reason}; the reference chose otherwise within rounding"
         return replace(comparison, verdict=Verdict.EQUIVALENT, reason=reason)
@@ -571,16 +551,8 @@ def settle_choices(stages: list[Stage], settling: Settling) -> list[Stage]:
     ]
 
 
-class Choosing(enum.Enum):
-    """Whose choices a leaf of the candidate was computed with."""
-
-    TRUTH = "truth"
-    REFERENCE = "reference"
-    NEITHER = "neither"
-
-
 @dataclass(frozen=True, kw_only=True)
-class Settling:
+class ChoiceRuns:
     """The runs by which `settle_choices` tells whose choices the candidate made."""
 
     reference: Observation
@@ -599,40 +571,28 @@ class Settling:
             *_leaves_at(stage, path, *self.lifted)
         )
 
-    @property
-    def dependent(self) -> list[tuple[str, str]]:
-        """Stage and path of the leaves in which truth and replayed truth are not the same."""
-        return [
-            (stage, path)
-            for stage, leaves in self.replayed.stages.items()
-            for path in leaves
-            if not _is_same(*_leaves_at(stage, path, self.truth, self.replayed))
-        ]
+    def is_consistent(self) -> bool:
+        """Tell whether the candidate made the truth's choices in every leaf of the forward that depends on them.
 
-    def side_of(self, stage: str, path: str) -> Choosing | None:
-        """Return whose choices the candidate's leaf was computed with; None if the choices hardly change the leaf.
-
-        Where truth and replayed truth differ by more than rounding, integers have to be those of one of both, and
-        floats have to be nearer to one of both at each element.
+        A leaf depends on them where truth and replayed truth differ by more than rounding. There, integers must be
+        those of the truth, and floats must be nearer to the truth than to the replayed one: a candidate that mixes both
+        may send a token to one expert twice.
         """
-        truth, replayed, candidate = _leaves_at(stage, path, self.truth, self.replayed, self.candidate)
-        if not isinstance(replayed, torch.Tensor):
-            return None
+        return all(self._has_chosen_as_truth(path) for path in self.replayed.stages.get("forward", {}))
+
+    def _has_chosen_as_truth(self, path: str) -> bool:
+        """Tell whether one leaf has the truth's choices; False if it is missing or has another shape on a side."""
+        truth, replayed, candidate = _leaves_at("forward", path, self.truth, self.replayed, self.candidate)
+        if not isinstance(replayed, torch.Tensor) or _is_same(truth, replayed):
+            return True
         if not (_is_like(truth, replayed) and _is_like(candidate, replayed)):
-            return Choosing.NEITHER
-        if is_inexact(replayed.dtype):
-            gap = (truth - replayed).abs()
-            depends = gap > NEAR * self.unit * torch.maximum(truth.abs(), replayed.abs())
-            own = candidate.to(truth.dtype)
-            is_truth, is_reference = ((own - side).abs() < gap / 2 for side in (truth, replayed))
-        else:
+            return False
+        if not is_inexact(replayed.dtype):
             depends = truth != replayed
-            is_truth, is_reference = candidate == truth, candidate == replayed
-        if not depends.any():
-            return None
-        if is_truth[depends].all():
-            return Choosing.TRUTH
-        return Choosing.REFERENCE if is_reference[depends].all() else Choosing.NEITHER
+            return torch.equal(candidate[depends], truth[depends])
+        depends = (truth - replayed).abs() > NEAR * self.unit * torch.maximum(truth.abs(), replayed.abs())
+        own = candidate.to(truth.dtype)
+        return bool(((own - truth).abs() < (own - replayed).abs())[depends].all())
 
 
 def _leaves_at(stage: str, path: str, *runs: Observation) -> tuple[Any, ...]:

@@ -27,7 +27,7 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from torchdelta.cli.progress import Progress, stdout_set_aside
+from torchdelta.cli.progress import ProgressLine, stdout_set_aside
 from torchdelta.errors import EnvironmentUnfit, UsageError
 from torchdelta.isolate.pool import Pool
 from torchdelta.isolate.worker import import_all
@@ -156,8 +156,8 @@ def taking(**readers: Callable[..., Any]) -> Callable[[Command], Command]:
 
 
 @contextmanager
-def running(transform: str, json_file: Path | None, *, verbose: bool) -> Iterator[Progress]:
-    """Show on stderr what a run is doing; yield the `Progress`, which is called with the name of each part.
+def running(transform: str, json_file: Path | None, *, verbose: bool) -> Iterator[ProgressLine]:
+    """Show on stderr what a run is doing; yield the `ProgressLine`, which is called with the name of each part.
 
     `transform` begins each line. What the program prints meanwhile goes to stderr too, because stdout is for the
     answer. `json_file` is only checked: UsageError at once if it is a file that cannot be written. Without `verbose`,
@@ -169,7 +169,7 @@ def running(transform: str, json_file: Path | None, *, verbose: bool) -> Iterato
     with (
         stdout_set_aside(),
         nullcontext() if verbose else counting_warnings(console),
-        Progress(transform, console) as progress,
+        ProgressLine(transform, console) as progress,
     ):
         yield progress
 

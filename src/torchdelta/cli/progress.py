@@ -2,7 +2,7 @@
 
 stdout is for the answer alone. So while a command works, whatever the program prints goes to stderr:
 
-    with stdout_set_aside(), Progress("inductor", console_for(sys.stderr)) as progress:
+    with stdout_set_aside(), ProgressLine("inductor", console_for(sys.stderr)) as progress:
         progress("candidate")       # ⠋ inductor: candidate, 12 s; next: semantic
 """
 
@@ -36,7 +36,7 @@ _ORDERS = (
 _NEXT = {part: following for order in _ORDERS for part, following in itertools.pairwise(order)}
 
 
-class Progress:
+class ProgressLine:
     """Shows the part that is under way until its context ends; call it with the name of each part as it begins."""
 
     def __init__(self, title: str, console: Console, *, plain_every_s: float = PLAIN_EVERY_S) -> None:
@@ -50,7 +50,7 @@ class Progress:
         self._has_ended = threading.Event()
         self._stack = ExitStack()
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressLine:
         """Start the clock, and a thread that shows the line on a terminal, or prints one every `plain_every_s`."""
         self._started = time.monotonic()
         if self.console.is_terminal:

@@ -103,7 +103,7 @@ class Followup:
     def _run_all(self) -> None:
         """Run the queued commands one after the other, for as long as the process lives, and set the event of each.
 
-        If a command cannot be started, its log says why.
+        If a command cannot be started, its log says why, unless the directory of the log is gone.
         """
         while True:
             followup = self.waiting.get()

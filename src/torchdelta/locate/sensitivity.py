@@ -42,7 +42,7 @@ def measure_sensitivity(
 
     The stage `forward` alone runs; stages and policy of `options` mean nothing. The module that loses most is first.
     UsageError if the transform is not a quantizer; ProgramError if the program fails eagerly, or if the quantizer fails
-    on the whole program; SideFailed if the quantized whole fails when run.
+    on the whole program; ProgramError too if the quantized whole fails when run.
     """
     with runtime.preserved():
         check = prepare(program, args, kwargs, options=replace(options, stages=("forward",)), progress=progress)

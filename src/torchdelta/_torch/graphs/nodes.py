@@ -330,8 +330,8 @@ def may_share(node: Node) -> bool:
     """Tell whether a node's result may share memory with its first argument.
 
     An operator may if it is a view, writes, or is one of `_MAYBE_VIEWS`, such as `reshape`. A method always may. A
-    function may if it writes or is named like one of these, or `getitem`; other views, such as `torch.permute`, are not
-    noticed. A module counts only if its path is such a name.
+    function may if it writes or is named like one of these, or `getitem`. A module counts only if its path is such a
+    name.
     """
     if isinstance(node.target, OpOverload):
         return node.target.is_view or node.target._schema.is_mutable or _short_name(node) in _MAYBE_VIEWS

@@ -102,10 +102,9 @@ def kinds_of(error: BaseException) -> tuple[type[BaseException], ...]:
 
 
 def without_frames(error: Exception) -> Exception:
-    """Remove the frames of an exception, and of the chain behind it, in place; return the exception.
+    """Remove the frames of an exception, and of all causes and contexts behind it, in place; return the exception.
 
-    The chain goes on with the cause, or without one with the context; the context beside a cause keeps its frames. The
-    frames would keep local variables alive.
+    The frames would keep local variables alive.
     """
     known: set[int] = set()
     pending: list[BaseException | None] = [error]

@@ -55,8 +55,8 @@ def fake_resized(subject: OpSubject) -> Probe | str:
 def fake_symbolic(subject: OpSubject) -> Probe | str:
     """Compare the fake kernel, run on symbolic sizes, with the real one on other sizes; return the worst probe.
 
-    The other sizes are those of `resized_alike`. Return a text instead if there are none, or if the fake kernel takes
-    another branch for all of them without fixing a size.
+    The other sizes are those of `resized_alike`. Return a text that says why instead if there are none, or if the fake
+    kernel takes another branch for all of them without fixing a size.
     """
     inputs = subject.inputs
     answers = [compare_symbolic("fake/symbolic", inputs.own, other) for other in inputs.resized_alike]
