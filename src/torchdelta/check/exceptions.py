@@ -126,9 +126,10 @@ def _judge(candidate: CandidateRun, failed: EagerFails) -> Comparison:
 
 
 def _require_another_kind(candidate: CandidateRun, failed: EagerFails) -> None:
-    """Raise EagerFails if the candidate raised the same kind as the reference, by itself or wrapped by a compiler.
+    """Raise a new EagerFails if the candidate raised the same kind as the reference, itself or wrapped by a compiler.
 
-    Nothing happens if the candidate did not fail.
+    Its text is that of `failed` and then the candidate's exception; its cause is that of `failed`. Nothing happens if
+    the candidate did not fail, or if `failed` has no cause. `_is_same_kind` says what is the same kind.
     """
     expected = failed.__cause__
     own = [kind for kind in candidate.raised if not is_of_compiler(kind)]
@@ -140,9 +141,10 @@ def _require_another_kind(candidate: CandidateRun, failed: EagerFails) -> None:
 
 
 def _is_same_kind(kind: type[BaseException], expected: type[BaseException]) -> bool:
-    """Tell whether the class that a candidate raised is the expected one, a subclass of it, or a base class of it.
+    """Tell whether the class that a candidate raised (`kind`) is the expected one, or a subclass or base class of it.
 
-    As a base class, `Exception` and `BaseException` do not count, because every class is a subclass of them.
+    If either of the two is `Exception` or `BaseException`, only the very same class counts, because every exception is
+    a subclass of these.
     """
     roots = (Exception, BaseException)
     is_related = issubclass(kind, expected) or issubclass(expected, kind)

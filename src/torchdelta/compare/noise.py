@@ -223,8 +223,9 @@ class _Distances:
         """Return the judgements of the rms, largest and quartile errors, and, with noisy runs, of the worst block.
 
         The noise of the first three is the largest of the reference's error, the errors of the noisy runs over their
-        exaggeration, and a floor of half a unit of rounding. Blocks are not judged if there is only one, or if their
-        squared errors overflow.
+        exaggeration (for the largest error at most `LARGEST`), and half a unit of rounding of the truth's rms; for the
+        largest error also of the truth where the candidate is furthest off. Blocks are not judged if there is only one,
+        or if their squared errors overflow.
         """
         exaggeration = min(LARGEST, self.slack.exaggeration)
         peaks = (run.peak / exaggeration for run in self.noisy)

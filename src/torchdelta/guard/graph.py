@@ -390,9 +390,10 @@ class GuardedGraph:
         self.run, self.has_fallen_back = self.original.forward, True
 
     def _free(self) -> None:
-        """Drop the original graph if no later call can need it, because there may be many graphs.
+        """Drop the original graph, and `make`, if the config lets no later call need them: there may be many graphs.
 
-        It is needed if the config says `every` or `on_failure="fallback"`.
+        They are needed if the config says `every` or `on_failure="fallback"`. Nothing else is looked at, so the caller
+        has to know that the first check is over.
         """
         if not self.config.every and self.config.on_failure != "fallback":
             self.original, self.make = _EMPTY_GRAPH, _refuse_to_compile

@@ -281,7 +281,7 @@ class NodeJudging(JudgingSteps[Leaves]):
         """Return a divergence of float32 by up to `FEW_ULPS` units in the last place as EQUIVALENT, others unchanged.
 
         An error of float32 up to the `floor` of the values passes too, unless a NaN or Inf is out of place. A
-        comparison with a breach of the contract is returned unchanged.
+        comparison with a breach of the contract that is not excused is returned unchanged.
         """
         leaf, measurement = self.reference.get(comparison.path), comparison.measurement
         if comparison.verdict is not Verdict.DIVERGED or measurement is None or _is_broken(comparison):

@@ -629,9 +629,9 @@ class GraphRun:
     def _record_write(self, node: Node) -> None:
         """Record what the node changed, after it ran: its inputs, values that share their memory, and state.
 
-        The changed inputs are copied to `after_write`. The node becomes the `first_writer` of values that have none,
-        and the `last_writer` of the graph's inputs and attributes among them. Those that no node has changed leave
-        `initial_state`.
+        The changed inputs are copied to `after_write`. The node becomes the `first_writer` of changed values that have
+        none, and the `last_writer` of the graph's changed inputs and attributes. `_copy_before_write` has put those
+        that might change into `initial_state`; the ones that no node has changed so far are removed from it again.
         """
         before = self.before_write[node]
         changes = changed_values(before, {source: self.current[source] for source in before})

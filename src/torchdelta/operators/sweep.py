@@ -80,8 +80,9 @@ class SweepFile:
     def _continue(self, *, resume: bool) -> None:
         """Read the rows of an earlier sweep into `swept`, and cut an incomplete last line off the file.
 
-        UsageError without `resume`, if there is no complete line, if one cannot be read, or if the header differs in
-        its schema, its torch or its questions. Of two rows for one operator and dtype the later counts.
+        If even the header is incomplete, write it anew, because nothing was swept. UsageError without `resume`, if the
+        file has no complete line and does not begin with `{`, if a line cannot be read, or if the header differs in its
+        schema, its torch or its questions. Of two rows for one operator and dtype the later counts.
         """
         if not resume:
             raise UsageError(f"{self._path} has a sweep: continue it by --resume, or name another directory")

@@ -147,7 +147,8 @@ class GraphQuestion(Question):
     def _divergence(self) -> Divergence | None:
         """Return the divergence that the script shows, or None if the report has a failure instead.
 
-        Raise ReproUnwritable if a script can reach no leaf that diverged.
+        It is the worst leaf that a script can reach, of the first stage in which such a leaf diverged. Raise
+        ReproUnwritable if no leaf diverged, or if a script can reach none of those that did.
         """
         if self.finding.report.failure is not None:
             return None

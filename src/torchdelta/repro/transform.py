@@ -78,8 +78,9 @@ def write_transform(case: Case, imports: ScriptImports, device: str) -> Transfor
 def _compiled(backend: str, name: str, options: Mapping[str, Any]) -> TransformSource:
     """Return the source of `torch.compile` with a backend: `backend` is its expression in the script, `name` its name.
 
-    Of `options`, `dynamic`, `fullgraph` and `mode` become keywords, and the others settings of the compiler. If the
-    backend's name is not `inductor`, the mode becomes settings too, because torch refuses it there.
+    Of `options`, `dynamic`, `fullgraph` and `mode` become keywords of the call. The others become `settings` of the
+    source, which a script assigns to torch's config by their full names. If `name` is not `inductor`, the mode becomes
+    settings too, and no keyword, because torch refuses it there; the settings in `options` override these.
     """
     keywords = [f"backend={backend}"]
     config, others, options = split_settings(options)

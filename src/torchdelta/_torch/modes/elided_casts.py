@@ -172,7 +172,10 @@ def _place_of_cast(narrow: torch.Tensor) -> frozenset[str]:
 
 
 def place_of_call() -> str:
-    """Return `file.py:12` of the innermost frame that is neither torch's nor ours; "the backward" if there is none."""
+    """Return `file.py:12` of the innermost frame in a file that is neither torch's nor ours, or else "the backward".
+
+    Code without a file, such as `<string>` or what torch generates, is passed over.
+    """
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename

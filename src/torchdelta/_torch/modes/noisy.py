@@ -188,11 +188,12 @@ class Noisy(OperationMode):
         return result
 
     def _move(self, name: str, index: int, args: tuple[Any, ...], output: torch.Tensor, wide: Any) -> None:
-        """Add noise to one output of an operation, in place: a step of rounding, and the error of a sum that it takes.
+        """Add noise to one output of an operation, in place: a step of rounding, after an error of summing if it sums.
 
-        `index` is the place of the output among those of the operation, and `wide` is the output in float64, or None if
-        that is not known. Elements that were not rounded stay. Half dtypes get the step alone, because their sums are
-        taken in float32.
+        The operations that get the error of summing are `_REDUCTIONS` and `_SUM_INSIDE`, and not matrix products. Half
+        dtypes get the step alone, because their sums are taken in float32. Elements that were not rounded stay. `index`
+        is the place of the output among those of the operation, and `wide` is the output in float64, or None if that is
+        not known.
         """
         if output.dtype in _NARROW or name not in (*_REDUCTIONS, *_SUM_INSIDE):
             self.steps.take_beside(output, wide)
