@@ -18,7 +18,7 @@ from torchdelta.check.check import Check
 from torchdelta.check.thorough import LOCAL, ask_locally
 from torchdelta.compare.policy_parser import parse
 from torchdelta.records.case import Case
-from torchdelta.records.report import Culprit, Report, Stage
+from torchdelta.records.report import ASKED, Culprit, Questions, Report, Stage
 from torchdelta.records.verdict import Verdict, worst_of
 from torchdelta.transforms.base import Transform
 from torchdelta.transforms.export import Exports
@@ -98,6 +98,7 @@ def _as_report(record: Record) -> Report:
         environment=versions.environment(),
         case=_case(record.trial),
         stages=stages,
+        questions=Questions(semantic=ASKED),
     )
 
 

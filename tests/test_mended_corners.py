@@ -418,3 +418,122 @@ class TestAScript:
         x = torch.tensor([1 + 2j, 3 - 1j])
         with pytest.raises(ReproUnwritable, match="negated"):
             write_tensors({"x": torch.view_as_real(x)[..., 1], "y": x.conj().imag}, data=True)
+
+
+class TestAThoroughCheckInFloat64:
+    def test_is_left_out_where_float64_could_not_be_asked(self):
+        def other_in_float64(graph_module, example_inputs):
+            for node in list(graph_module.graph.nodes):
+                if node.target is torch.tanh and example_inputs[0].dtype is torch.float64:
+                    with graph_module.graph.inserting_after(node):
+                        scaled = graph_module.graph.call_function(torch.mul, (node, 1.5))
+                    node.replace_all_uses_with(scaled, delete_user_cb=lambda user, scaled=scaled: user is not scaled)
+                elif node.target is operator.add:
+                    node.args = (node.args[1], node.args[0])
+            graph_module.recompile()
+            return graph_module
+
+        report = td.check(lambda x: torch.tanh(x) + x, (torch.randn(4, 8),), transform=other_in_float64, thorough=True)
+
+        assert report.questions.semantic.startswith("not asked")
+        assert report.verdict is Verdict.EQUIVALENT
+
+
+class TestManyElementsOfOneDecision:
+    def test_are_one_decision(self):
+        generator = torch.Generator().manual_seed(0)
+        x, w = torch.randn(64, 256, generator=generator), torch.randn(256, generator=generator)
+        x[0] -= (x[0] @ w) / (w @ w) * w  # the sum of this row is rounding alone
+
+        def mask(sums):
+            return (sums > 0)[:, None].expand(64, 512)
+
+        for sign in (1, -1):
+            report = td.check(
+                lambda x, w, sign=sign: mask((x @ w) * sign),
+                (x, w),
+                candidate=lambda x, w, sign=sign: mask((x * w).sum(-1) * sign),
+            )
+            assert report.verdict is not Verdict.DIVERGED
+
+    def test_of_a_sort_of_equal_values_may_come_in_any_order(self):
+        generator = torch.Generator().manual_seed(0)
+        x, w = torch.randn(64, 64, generator=generator), torch.randn(64, 64, generator=generator)
+        report = td.check(
+            lambda x, w: torch.relu(x @ w).sort(stable=True).indices,
+            (x, w),
+            candidate=lambda x, w: torch.relu(x @ w).flip(-1).sort(stable=True).indices.neg().add(63),
+        )
+
+        assert report.stages[0].comparisons[0].measurement.mismatches > 100
+        assert report.verdict is Verdict.INCONCLUSIVE
+
+
+class TestAShapeThatDependsOnData:
+    @staticmethod
+    def matrices():
+        generator = torch.Generator().manual_seed(0)
+        return torch.randn(4096, 64, generator=generator).bfloat16(), torch.randn(64, generator=generator).bfloat16()
+
+    def test_may_not_change_on_another_axis(self):
+        x, w = self.matrices()
+        report = td.check(
+            lambda x, w: x[(x @ w) > 0], (x, w), candidate=lambda x, w: x[((x.double() @ w.double()) > 0)][:, :62]
+        )
+
+        assert report.verdict is Verdict.DIVERGED
+
+    def test_that_differs_in_float64_too_is_another_function(self):
+        x, w = self.matrices()
+        report = td.check(lambda x, w: x[(x @ w) > 0], (x, w), candidate=lambda x, w: x[(x @ w) > 0][:-3])
+
+        assert report.verdict is Verdict.DIVERGED
+
+
+class TestAPassOnAProgramThatNamesFloat32:
+    def test_leaves_the_programs_own_dtypes_alone(self):
+        def swapped(graph_module, example_inputs):
+            for node in graph_module.graph.nodes:
+                if node.target is torch.ops.aten.add.Tensor:
+                    node.args = (node.args[1], node.args[0])
+            graph_module.recompile()
+            return graph_module
+
+        def program(x):
+            return torch.tanh(x) + torch.rand_like(x, dtype=torch.float32).to(x.dtype)
+
+        report = td.check(program, (torch.randn(64).bfloat16(),), transform=swapped, options={"graph": "export"})
+
+        assert report.verdict is Verdict.EQUIVALENT
+
+    def test_has_no_memory_of_another_program(self):
+        from torchdelta.transforms.fx_pass import FxPass
+
+        one = FxPass(TestAPassThatWidens.upcast, {})
+        x, w = torch.randn(16, 32), torch.randn(32, 8)
+        td.check(lambda x, w: F.softmax(x.double() @ w.double(), dim=-1).float(), (x, w), transform=one)
+
+        report = td.check(lambda x, w: F.softmax(x @ w, dim=-1), (x.bfloat16(), w.bfloat16()), transform=one)
+
+        assert report.verdict is Verdict.EQUIVALENT
+
+
+def test_operators_that_are_wrong_before_the_candidate_are_not_blamed_on_it():
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("abs", torch.zeros_like, "CPU")
+    try:
+        with pytest.raises(td.EnvironmentUnfit, match="before the candidate runs"):
+            td.check(lambda x: x + 1, (torch.ones(3),), candidate=lambda x: 1 + x)
+    finally:
+        library._destroy()
+
+
+def test_inplace_is_seen_through_keywords_of_any_name():
+    def function(x, **settings):
+        return x
+
+    graph = Graph()
+    x = graph.placeholder("x")
+
+    assert writes_to(graph.call_function(function, (x,), {"inplace": True}))
+    assert not writes_to(graph.call_function(function, (x,), {"inplace": False}))

@@ -71,12 +71,12 @@ def test_a_wrong_operator_that_the_judge_uses_too_is_a_divergence(transform, wor
 
 
 def test_the_judge_holds_again_once_the_operator_is_right_again():
-    self_test.expectation()
+    assert self_test.holds()
     library = torch.library.Library("aten", "IMPL")
     library.impl("abs", torch.zeros_like, "CPU")
     try:
-        assert not self_test.still_holds()
+        assert not self_test.holds()
     finally:
         library._destroy()
 
-    assert self_test.still_holds()
+    assert self_test.holds()

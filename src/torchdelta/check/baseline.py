@@ -405,16 +405,16 @@ class Baseline:
                 self.recorded_answers = record.answers
                 return run
         except SideFailed as failed:
-            if failed.stage != "forward" and self.plan.differentiates_state:
-                self.plan = replace(self.plan, differentiates_state=False)
-                run = self._run_reference()
-                self.notes.append(f"no gradients flow from state that the program keeps: eagerly that fails ({failed})")
-                return run
             if self.plan.further and failed.stage != "steps" and failed.iteration >= self.plan.iterations:
                 # the forward alone was tried with them
                 self.notes.append(f"not asked with other inputs: the program does not accept them ({failed})")
                 self.plan = replace(self.plan, further=())
                 return self._run_reference()
+            if failed.stage != "forward" and self.plan.differentiates_state:
+                self.plan = replace(self.plan, differentiates_state=False)
+                run = self._run_reference()
+                self.notes.append(f"no gradients flow from state that the program keeps: eagerly that fails ({failed})")
+                return run
             if failed.stage != "steps" and failed.iteration:
                 self.shortfall = (
                     f"iteration {failed.iteration} did not run: the program rejects random inputs ({failed})"

@@ -105,13 +105,13 @@ class Check(JudgingSteps[Observation]):
         reference = baseline.reference  # before the candidate runs, which must not be able to change it
         if self.policy.needs_truth and not self.layers.is_observed and not baseline.has_run_candidate:
             baseline.measure_ahead(lowered_to=self.transform.traits.lowered_to)
-        self_test.expectation()
+        self_test.require()
         with baseline.timed("candidate"):
             self.candidate = baseline.run(self.layers.transform)
         has_truth = self.truth() is not None
         native_question = ASKED if has_truth else f"not asked: {self._why_no_truth()}"
         self.lifted = self._run_lifted() if has_truth else semantic.LiftedRun(asked=native_question)
-        if self.candidate.failure is None and not self_test.still_holds():
+        if self.candidate.failure is None and not self_test.holds():
             stages = [Stage(name=name, verdict=Verdict.DIVERGED, reason=_BROKEN) for name in self.case.stages]
             self.semantic_question = f"not asked: {_BROKEN}"
         else:
@@ -340,21 +340,22 @@ class Check(JudgingSteps[Observation]):
         self.semantic_question, self.answers = semantic.judge_lifted(
             self.lifted, self.baseline, keeps_names=self.transform.traits.keeps_names
         )
-        if has_diverged(self.answers) and not any(stage.verdict is Verdict.DIVERGED for stage in stages):
+        if not has_diverged(self.answers):
+            stages = self._settle_choices(stages, yardstick)
+        elif not any(stage.verdict is Verdict.DIVERGED for stage in stages):
             self._doubt_capture()
-        stages = self._settle_choices(stages, yardstick)
         return [semantic.add_answers(stage, self.answers.get(stage.name, {}), self.baseline) for stage in stages]
 
     def _settle_choices(self, stages: list[Stage], yardstick: Yardstick[Observation]) -> list[Stage]:
         """Return the stages; integers become equivalent if rounding alone set the reference's choices apart.
 
         `decisions.settle_choices` says which. The stages are returned unchanged if no integers are those of the truth,
-        if float64 diverged or was not asked, if a cast that is left out is a divergence (the truth leaves all of them
+        if float64 was not asked, if a cast that is left out is a divergence (the truth leaves all of them
         out), or if there is nothing to replay. A note says if any became equivalent.
         """
         is_open = any(decisions.is_as_truth(comparison) for stage in stages for comparison in stage.comparisons)
-        is_same_function = self.semantic_question == ASKED and not has_diverged(self.answers)
-        if not (is_open and is_same_function and self.baseline.has_chosen) or "casts" in self.case.strict:
+        is_asked = self.semantic_question == ASKED
+        if not (is_open and is_asked and self.baseline.has_chosen) or "casts" in self.case.strict:
             return stages
         replay = decisions.replay_reference(self.baseline, yardstick)
         if replay is None or replay[0].truth is None:

@@ -60,7 +60,7 @@ CLOSE_INTEGER = 8.0
 It may be larger than `CLOSE`, because an excused integer is inconclusive and never equivalent.
 """
 MOST_FLIPS = 4
-"""So many times as many integers as differ between two correct runs, and one more, may be decided by rounding.
+"""So many times as many decisions as differ between two correct runs, and one more, may be made by rounding.
 
 Where a step is as small as the noise, every margin is within it, also that of a candidate which is off everywhere.
 """
@@ -454,21 +454,22 @@ def _excuse_shape(comparison: Comparison, leaves: list[Any]) -> Comparison:
     """Return the comparison of two shapes, inconclusive if rounding may explain that they differ.
 
     `leaves` are those of truth, reference, candidate and noisy runs, in this order. A shape that depends on data, such
-    as that of `x[x > 1]`, differs among correct runs too. The candidate's sizes may be twice as far from the
-    reference's as those of the correct run that is furthest away.
+    as that of `x[x > 1]`, differs among correct runs too. On each axis the candidate's size may be twice as far from
+    the reference's as that of the correct run that is furthest away.
     """
     truth, reference, candidate, *noisy = leaves
     if not all(isinstance(leaf, torch.Tensor) for leaf in (truth, reference, candidate)):
         return comparison
 
-    def distance(other: Any) -> int:
-        if not isinstance(other, torch.Tensor) or other.dim() != reference.dim():
-            return 0
-        return max((abs(size - own) for size, own in zip(other.shape, reference.shape, strict=True)), default=0)
-
-    among_correct = max(distance(run) for run in (truth, *noisy))
-    if candidate.dim() != reference.dim() or not 0 < distance(candidate) <= 2 * among_correct:
+    alike = [run for run in (truth, *noisy) if isinstance(run, torch.Tensor) and run.dim() == reference.dim()]
+    among = [
+        max((abs(run.shape[axis] - size) for run in alike), default=0) for axis, size in enumerate(reference.shape)
+    ]
+    if candidate.dim() != reference.dim() or any(
+        abs(candidate.shape[axis] - size) > 2 * among[axis] for axis, size in enumerate(reference.shape)
+    ):
         return comparison
+    among_correct = max(among)
     reason = (
         f"{comparison.reason}; but sizes of correct runs differ by up to {among_correct} too, as rounding decides them"
     )
@@ -509,7 +510,10 @@ def _excuse_leaf(comparison: Comparison, leaves: list[Any], known: _LeafMargins 
         details = {**comparison.details, "margin": margin, "margin_noise": noise, "decided_by": known.operation}
         where = f"{difference}; {known.operation} decided them by a margin of up to {margin:.3g}"
         if noise > 0.0 and margin <= CLOSE_INTEGER * noise:
-            if int(differs.sum()) > MOST_FLIPS * (among_correct + 1):
+            # one decision may be broadcast to many elements, and equal values have one margin
+            flips = _count_decisions(known.margins, differs)
+            most = max(_count_decisions(known.margins, run != truth) for run in (reference, *noisy))
+            if flips > MOST_FLIPS * (most + 1):
                 reason = f"{where}, but at most {among_correct} differ between correct runs of the program"
                 return replace(comparison, reason=reason, details=details)
             reason = f"{where}, and rounding moves that margin by {noise:.3g}: either way may be right"
@@ -521,6 +525,11 @@ def _excuse_leaf(comparison: Comparison, leaves: list[Any], known: _LeafMargins 
         reason = f"{difference}; {among_correct} differ between correct runs of the program too"
         return replace(comparison, verdict=Verdict.INCONCLUSIVE, reason=reason)
     return comparison
+
+
+def _count_decisions(margins: torch.Tensor, mask: torch.Tensor) -> int:
+    """Return how many decisions the elements of a mask come from at most: those of one decision share its margin."""
+    return len(set(margins[mask].tolist()))
 
 
 def is_as_truth(comparison: Comparison) -> bool:

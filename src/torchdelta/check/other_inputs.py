@@ -100,10 +100,12 @@ def _tries(baseline: Baseline, transform: Transform) -> Iterator[Program]:
 def _redraws(program: Program, seed: int) -> Iterator[Program]:
     """Yield programs with other input values, until no draw of a turn differs from the given values."""
     for turn in itertools.count():
-        draws = list(redraw(program, seed=seed + ATTEMPTS * turn))
-        if not draws:  # such as a single zero, which is drawn by a factor
+        has_drawn = False
+        for draw in redraw(program, seed=seed + ATTEMPTS * turn):
+            has_drawn = True
+            yield draw
+        if not has_drawn:  # such as a single zero, which is drawn by a factor
             return
-        yield from draws
 
 
 def _with_own_memory(program: Program) -> Program:

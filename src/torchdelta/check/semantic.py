@@ -245,16 +245,26 @@ def add_answers(stage: Stage, answers: Mapping[str, Comparison], baseline: Basel
     def is_foreign(path: str) -> bool:
         return _is_of_another_program(baseline, stage.name, path)
 
+    def is_decided(path: str) -> bool:
+        """Tell whether correct runs in float64 all have one shape, so that another one is another function."""
+        runs = [baseline.lifted_reference, *baseline.noisy(3, lifted=True)]
+        leaves = [run.stages.get(stage.name, {}).get(path) for run in runs if run is not None]
+        return len({leaf.shape for leaf in leaves if isinstance(leaf, torch.Tensor)}) == 1 < len(leaves)
+
     # after a step all leaves have one answer
     is_foreign_at = is_foreign if stage.name != "steps" else lambda _: is_foreign("")
     comparisons = tuple(
-        _add_answer(each, answers.get(each.path), stage.name, is_foreign_at) for each in stage.comparisons
+        _add_answer(each, answers.get(each.path), stage.name, is_foreign_at, is_decided) for each in stage.comparisons
     )
     return Stage.of(stage.name, comparisons, stage.reason)
 
 
 def _add_answer(
-    native: Comparison, answer: Comparison | None, stage: str, is_foreign: Callable[[str], bool]
+    native: Comparison,
+    answer: Comparison | None,
+    stage: str,
+    is_foreign: Callable[[str], bool],
+    is_decided: Callable[[str], bool],
 ) -> Comparison:
     """Return a native comparison with its float64 answer; unchanged if it has diverged or was not measured itself.
 
@@ -264,8 +274,12 @@ def _add_answer(
     and one without an error nothing. If `is_foreign` says of the path that the program is another function in float64,
     a measured answer that is not equivalent, and an equivalent leaf far from its truth, become inconclusive instead.
     """
-    if native.verdict is Verdict.DIVERGED or native.measurement is None:
+    if native.verdict is Verdict.DIVERGED:
         return native
+    if native.measurement is None:
+        if answer is None or answer.verdict is not Verdict.DIVERGED or not is_decided(native.path):
+            return native
+        return replace(native, verdict=Verdict.DIVERGED, reason=f"{native.reason}; but in float64 too: {answer.reason}")
     if answer is None:
         return _doubt_foreign(native, native.details, is_foreign)
     if answer.measurement is None:

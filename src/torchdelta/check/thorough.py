@@ -107,8 +107,8 @@ def _run_candidate(check: Check, transform: Transform, *, is_lifted: bool) -> st
 def ask_locally(check: Check, report: Report) -> Report:
     """Return the report with the comparisons of single nodes; a node that is wrong by itself makes it diverge.
 
-    They are one more stage, `local`, if there are any. Nodes of two graphs are looked at in float64 too, if none is
-    wrong natively. Culprits, coverage and notes are added. If the candidate failed,
+    They are one more stage, `local`, if there are any. If float64 was asked and none is wrong natively, nodes of two
+    graphs are looked at in float64 too. Culprits, coverage and notes are added. If the candidate failed,
     the program raises eagerly, or no nodes could be matched, the report only gets the reason why the local question was
     not asked. If the walk found no culprit, nodes that diverged are left out.
     """
@@ -118,7 +118,7 @@ def ask_locally(check: Check, report: Report) -> Report:
     with runtime.preserved():
         walk = node_walk(check)
         findings = walk.look_at_nodes(report)
-        if not findings.culprits and _has_graphs_in_float64(check):
+        if not findings.culprits and report.questions.semantic == ASKED and _has_two_graphs(check):
             # what rounds to the same bits natively may be another function all the same
             lifted = node_walk(check, is_lifted=True, notes=walk.notes).look_at_nodes(report)
             findings = lifted if lifted.culprits else findings
@@ -148,14 +148,9 @@ def ask_locally(check: Check, report: Report) -> Report:
     )
 
 
-def _has_graphs_in_float64(check: Check) -> bool:
-    """Tell whether both sides are graphs, which can run in lockstep in float64 too, and the user wants float64 asked.
-
-    A compiler is left out, because it would have to compile once more.
-    """
-    traits = check.transform.traits
-    is_graph = traits.has_seam and not isinstance(check.transform, Compiler) and traits.lowered_to is None
-    return is_graph and check.case.semantic and not check.baseline.unlifted and check.baseline.no_truth == ""
+def _has_two_graphs(check: Check) -> bool:
+    """Tell whether both sides are graphs, which can run in lockstep in float64 too without another compile."""
+    return check.transform.traits.has_seam and not isinstance(check.transform, Compiler)
 
 
 def _summary(findings: NodeFindings) -> str:

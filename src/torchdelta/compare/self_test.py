@@ -5,16 +5,14 @@ A pass runs in the process that compares its results. If it overrides the kernel
 ran and afterwards. All numbers of these values are exact in every dtype: a kernel that rounds otherwise passes, and one
 that computes something else does not.
 
-    expected = expectation()      # before the first candidate of the process
-    …                             # the candidate runs
-    if not still_holds(): …       # nothing that the judge says can be relied on
+    require()             # before the candidate runs
+    …
+    if not holds(): …     # nothing that the judge says can be relied on
 
 Start reading at `_judge_samples`.
 """
 
 from __future__ import annotations
-
-import functools
 
 import torch
 
@@ -22,21 +20,35 @@ from torchdelta.compare.judge import Judge
 from torchdelta.compare.noise import Noise
 from torchdelta.compare.policy import Policy
 from torchdelta.compare.semantic import Semantic
+from torchdelta.errors import EnvironmentUnfit
 
 Outcome = tuple[str, ...]
+_EXPECTED: Outcome = (
+    "Verdict.EQUIVALENT 0.0 (0, 0, 0.0, 0)",
+    "Verdict.DIVERGED 6.0 (8, 0, 6.0, 26)",
+    "Verdict.DIVERGED inf (1, 1, 0.0, 0)",
+    "Verdict.DIVERGED 6.0 (55, 0, 1000000000.0, 0)",
+    "Verdict.DIVERGED 6.0 (8, 0, 6.0, 26)",
+    "Verdict.DIVERGED 1.0 (9, 0, 1.0, 2)",
+    "Verdict.DIVERGED 6.0 (8, 0, 6.0, 26)",
+    "Verdict.DIVERGED 12.0 (64, 0, 12.0, 5)",
+)
+"""What `_judge_samples` returns; written down, because a file may change operators as soon as it is imported."""
 
 
-@functools.cache
-def expectation() -> Outcome:
-    """Return what the judge says about the samples; the first call in a process has to come before any candidate."""
-    return _judge_samples()
+def require() -> None:
+    """Raise EnvironmentUnfit if the judge does not work before a candidate runs."""
+    if not holds():
+        raise EnvironmentUnfit(
+            "operators of torch give wrong results in this process before the candidate runs, because an earlier "
+            "candidate or an import changed them: check in a fresh process, and change operators in the pass alone"
+        )
 
 
-def still_holds() -> bool:
-    """Tell whether the judge says the same as at the first call of `expectation`; False too if it raises."""
-    expected = expectation()
+def holds() -> bool:
+    """Tell whether the judge says what it should about the samples; False too if it raises."""
     try:
-        return _judge_samples() == expected
+        return _judge_samples() == _EXPECTED
     except Exception:  # such as a type that an operator never returns
         return False
 

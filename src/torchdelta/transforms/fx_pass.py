@@ -88,6 +88,7 @@ class FxPass(Transform):
         `lifted` are not used. UsageError or ProgramError if a named pass cannot be loaded; UsageError if
         `symbolic_trace` cannot trace the side. On one graph, exceptions of export and of the pass pass through.
         """
+        self.has_float64 &= lifted  # a native run finds out anew
         _ = self.function  # loaded here, because inside of a compiler its error would be the compiler's
         changes: list[bool] = []
         if self.traits.is_compiler:
@@ -144,12 +145,13 @@ class FxPass(Transform):
 
         def make(graph: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
             before = content_key(graph) if self.must_change else None
+            own = frozenset(node.name for node in every_node(graph))
             call = run_pass(self.function, graph, example_inputs)
             after = graph_behind(call)
             if self.must_change:
                 changes.append(after is None or content_key(after) != before)
             if lifted and after is not None and not self.has_float64:
-                lift_upcasts(after)
+                lift_upcasts(after, keep=own)
             return call
 
         return seam(HandedGraph(graph=module, example_inputs=inputs, make=make, level=level))

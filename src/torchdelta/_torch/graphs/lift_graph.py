@@ -46,16 +46,17 @@ def lift_graph(graph_module: GraphModule) -> GraphModule:
     return graph_module
 
 
-def lift_upcasts(graph_module: GraphModule) -> GraphModule:
+def lift_upcasts(graph_module: GraphModule, keep: frozenset[str] = frozenset()) -> GraphModule:
     """Let casts to float32 and dtype arguments that name it name float64 instead, in place; return the same module.
 
     A pass that computes a part of a narrow program in float32, and finds that program in float64, would narrow it.
-    Dtypes below float32, attributes and constants stay.
+    Nodes whose name is in `keep`, which are the program's own, stay, and so do dtypes below float32, attributes and
+    constants.
     """
     for module in graph_module.modules():
         if isinstance(module, GraphModule):
             for node in module.graph.nodes:
-                if node.op in ("call_function", "call_method") and not _is_factory(node):
+                if node.op in ("call_function", "call_method") and node.name not in keep and not _is_factory(node):
                     node.target = "double" if node.op == "call_method" and node.target == "float" else node.target
                     node.args = map_aggregate(node.args, _widened_float32)
                     node.kwargs = map_aggregate(node.kwargs, _widened_float32)

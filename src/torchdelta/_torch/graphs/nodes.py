@@ -7,6 +7,7 @@ a node writes is read from the operator's schema where there is one, and otherwi
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 import os
@@ -162,10 +163,32 @@ def is_inplace(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 
     Of a function without a readable signature, only an argument by name counts.
     """
+    by_name = bool(kwargs.get("inplace", False))
+    signature = None if by_name or isinstance(target, str) else _signature_with_inplace(target)
+    if signature is None:
+        return by_name
     try:
-        return bool(inspect.signature(target).bind(*args, **kwargs).arguments.get("inplace", False))
-    except (TypeError, ValueError):  # a method's name, or a builtin
-        return bool(kwargs.get("inplace", False))
+        return bool(signature.bind(*args, **kwargs).arguments.get("inplace", False))
+    except TypeError:
+        return False
+
+
+def _signature_with_inplace(target: Any) -> inspect.Signature | None:
+    """Return the signature of a function that has a parameter `inplace`, or None for any other target."""
+    try:
+        return _readable_signature(target)
+    except TypeError:  # it has no hash
+        return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _readable_signature(target: Any) -> inspect.Signature | None:
+    """Return the signature of a function that has a parameter `inplace`; None if it has none or cannot be read."""
+    try:
+        signature = inspect.signature(target)
+    except (TypeError, ValueError):  # a builtin
+        return None
+    return signature if "inplace" in signature.parameters else None
 
 
 def may_write(node: Node) -> frozenset[Node]:

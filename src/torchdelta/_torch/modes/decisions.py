@@ -315,6 +315,8 @@ class DecisionReplay(OperationMode):
         The indices that are changed are added to `count`.
         """
         values, indices, dim = choice.values, choice.indices, choice.dim
+        if not indices.numel():
+            return indices
         chosen, others = choice.values_at(indices), choice.values_at(recorded)
         # not the largest of the row, which may be a mask constant: any two values are close beside that
         typical = values.abs().where(values.isfinite(), torch.nan)
