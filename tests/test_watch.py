@@ -245,7 +245,7 @@ class TestAWrongPass:
 
         assert [finding.phase for finding in caught.findings] == ["post-grad"]
         # truth and reference drop the same elements, or nothing so small could be told natively
-        assert caught.findings[0].reason.startswith("rms error")
+        assert caught.findings[0].reason.startswith(("rms error", "max error"))
         assert missed.findings == []
         assert missed.changed > 1
 
