@@ -176,7 +176,11 @@ class Check(JudgingSteps[Observation]):
         )
 
     def _why_no_truth(self) -> str:
-        """Return the reason why the program has no truth; the report gives it for the native question."""
+        """Return why the program has no truth, for the caller to put on the report as why the native question is not asked.
+
+        The reason is a policy for each layer, a policy that needs no truth, what the baseline says, or a candidate that
+        failed.
+        """
         if self.layers.policy is not None:
             return "a quantized program is judged layer by layer"
         if not self.policy.needs_truth:

@@ -667,8 +667,8 @@ class SignFlips:
         """Multiply each undecided element of the gradients by a random 1 or −1, in place.
 
         `gradients` has them by parameter name. An element is undecided if the truth's gradient of that step is within
-        noise of zero. Nothing changes without a truth, nor in a gradient that truth or reference lack or have in
-        another shape.
+        noise of zero. Nothing changes without a truth, nor in a gradient that truth or reference lack or that has
+        another shape in the truth.
         """
         if self.truth is None:
             return

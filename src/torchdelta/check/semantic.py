@@ -266,13 +266,14 @@ def _add_answer(
     is_foreign: Callable[[str], bool],
     is_decided: Callable[[str], bool],
 ) -> Comparison:
-    """Return a native comparison with its float64 answer; unchanged if it has diverged or was not measured itself.
+    """Return a native comparison with its float64 answer; unchanged if it has diverged.
 
-    Without an answer it only becomes inconclusive if its truth is that of another program (`_doubt_foreign`). An answer
-    that was not measured makes it inconclusive, even if the answer diverged. A measured answer that is not equivalent
-    replaces verdict, reason and numbers; an equivalent one only adds its error, noise and resolution to the details,
-    and one without an error nothing. If `is_foreign` says of the path that the program is another function in float64,
-    a measured answer that is not equivalent, and an equivalent leaf far from its truth, become inconclusive instead.
+    If it was not measured, it diverges only if the answer did and `is_decided` says of the path that correct runs in
+    float64 agree. An answer that was not measured makes it inconclusive, even if the answer diverged; a measured one
+    without an error changes nothing. One that is not equivalent replaces verdict, reason and numbers, and makes it
+    inconclusive if `is_foreign` says of the path that the program is another function in float64. An equivalent one
+    adds its error, noise, resolution and whether it is coarse to the details. After that, and also without an answer, a
+    leaf that passed becomes inconclusive if its truth is that of another program (`_doubt_foreign`).
     """
     if native.verdict is Verdict.DIVERGED:
         return native

@@ -60,8 +60,9 @@ class Speculation:
     def _follow(self, propose: Pass, replay: _Replay, *, is_strategy: bool) -> None:
         """Run a pass on the replay, and send it the known or guessed result of each edit.
 
-        Changes the replay: its subject and answer become those of each accepted edit, and its history grows. Raise
-        _EndOfReplay, with or without a prediction, if the replay cannot go on.
+        Every result, also a rejection, is appended to the replay's history; an accepted edit becomes its subject, and
+        the edit's answer, if it is known, its answer. Raise _EndOfReplay, with or without a prediction, if the replay
+        cannot go on.
         """
         proposals, was_accepted = propose(replay), None
         while (edit := next_edit(proposals, was_accepted)) is not None:

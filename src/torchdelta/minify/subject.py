@@ -50,7 +50,7 @@ class Draw:
     def like(self, value: torch.Tensor) -> torch.Tensor:
         """Return a contiguous tensor of the same shape, dtype, device and `requires_grad`, filled with these numbers.
 
-        Torch's own random generators are not used.
+        Random ones are drawn on the CPU by a new generator with `seed`; the global generators are not advanced.
         """
         if self.by == "randn":
             dtype = torch.complex64 if value.is_complex() else torch.float32

@@ -105,7 +105,10 @@ class ModuleCall:
 
 
 def _source_line(module: torch.nn.Module) -> str:
-    """Return file, line and text of a module's `forward`; empty for torch's own code and for code without source."""
+    """Return the first line of a module's `forward`, or of its decorator, as `file:number: text`.
+
+    Empty for torch's own code and for code without source.
+    """
     forward = type(module).forward
     if (forward.__module__ or "torch").split(".")[0] == "torch":  # generated code has no module
         return ""

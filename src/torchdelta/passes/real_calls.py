@@ -68,10 +68,11 @@ def require_checkable(graph_module: GraphModule, args: Sequence[Any]) -> None:
 
 
 def detach_inputs(args: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the arguments in a tuple: a detached alias of each tensor, and other values with symbols as numbers.
+    """Return the arguments in a tuple: a detached alias for each tensor, the hint for each symbolic number.
 
-    An alias shares the memory of its tensor and, except for inference tensors, keeps its `requires_grad`; it is a leaf.
-    A symbolic number becomes its hint, the number that it had when the graph was captured.
+    Any other argument is passed on as it is; containers are not searched. An alias shares the memory of its tensor and,
+    except for inference tensors, keeps its `requires_grad`; it is a leaf. The hint is the number at capture, or None if
+    it is unknown.
     """
 
     def detach(arg: Any) -> Any:

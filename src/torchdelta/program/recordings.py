@@ -203,9 +203,10 @@ class _Needs:
     lacks: list[str] = field(default_factory=list)
 
     def add_module(self, module: str, content: str) -> None:
-        """Add how another process imports a module to `imports` and `path`; of `__main__`, add a sentence to `lacks`.
+        """Add a module's name or file to `imports`, and the folder to find it in, if it needs one, to `path`.
 
-        `content` begins that sentence: it says what is lacking without the module.
+        `__main__` cannot be imported by another process: a sentence that begins with `content` is added to `lacks`
+        instead. `content` says what is lacking without the module.
         """
         try:
             origin = origin_of(module)

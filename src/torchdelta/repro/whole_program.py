@@ -208,9 +208,10 @@ class ProgramQuestion(Question):
         return [*lines, *(f"    {line}" for line in self.main.returns)]
 
     def _standard_modules(self, main: ScriptMain) -> Iterator[str]:
-        """Yield the imports of the standard library that the definitions and the last statements of `run` need.
+        """Yield the statements that import `inspect`, `zlib` and `pathlib`, each if the script needs it.
 
-        Those statements are `returns` of `main`; other fields of it are not searched.
+        `inspect` is needed if `main.returns` calls `state`, `zlib` for the stage of gradients, and `pathlib` if the
+        factory's lines name it. Nothing else is searched.
         """
         if any("state(" in line for line in main.returns):
             yield "import inspect"

@@ -300,10 +300,10 @@ class Steps:
                 piece.mul_(factors)
 
     def take_beside(self, tensor: torch.Tensor, wide: Any) -> None:
-        """Multiply the elements that were rounded, in place, as `take` does: those that differ from `wide`.
+        """Multiply the elements that were rounded, in place, as `take` does; all of them if that is not known.
 
-        `wide` is the tensor in float64. If it is None, or the tensor is in float64 itself, `rounded_elements` tells
-        which elements were rounded.
+        Those that differ from `wide`, the tensor in float64, were rounded. If the tensor is in float64 itself, it is
+        those that float32 cannot hold. Nothing is known of another tensor if `wide` is None or has another shape.
         """
         pieces = _pieces(tensor)
         if not is_beside(tensor, wide) or _loops_for(pieces[0]) is None:
