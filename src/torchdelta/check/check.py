@@ -176,7 +176,7 @@ class Check(JudgingSteps[Observation]):
         )
 
     def _why_no_truth(self) -> str:
-        """Return why the program has no truth, for the caller to put on the report as why the native question is not asked.
+        """Return why the program has no truth; the caller reports it as why the native question is not asked.
 
         The reason is a policy for each layer, a policy that needs no truth, what the baseline says, or a candidate that
         failed.
