@@ -159,8 +159,8 @@ def locate(
     """Check, and return the culprits in a location: operations that are wrong when given the reference's own inputs.
 
     The first goes wrong first. Nodes are looked at even if the check passes; there may be no culprits. Takes the
-    keywords of `check` too, without `thorough` (UsageError). `mapping` pairs nodes of the reference's graph with nodes
-    of the candidate's, by name. `memory_bytes` bounds the memory of taps on a compiler. With `cause`, a setting of
+    keywords of `check` too, without `thorough` (UsageError). `mapping` maps names of nodes in the reference's graph to
+    names in the candidate's. `memory_bytes` bounds the memory of taps on a compiler. With `cause`, a setting of
     inductor that makes the difference vanish is looked for even if a node was named.
     """
     if "thorough" in options:
@@ -189,8 +189,8 @@ def sensitivity(
     """Quantize each module alone that the quantizer would quantize, and all at once; return the effects on all outputs.
 
     Takes the keywords of `check` too, but stages and policy mean nothing here. The module that loses most is first.
-    UsageError if the transform is not a quantizer; ProgramError if the program fails eagerly, or if the quantizer fails
-    on the whole program; ProgramError too if the quantized whole fails when run.
+    UsageError if the transform is not a quantizer; ProgramError if the program fails eagerly, if the quantizer fails on
+    the whole program, or if the quantized whole fails when run.
     """
     progress = options.pop("progress", lambda _: None)
     check_options = CheckOptions.read(transform=transform, **options)
@@ -225,7 +225,8 @@ def minify(
     NothingToMinify, or ProgramError if torch makes no graph of it. Takes the keywords of `check` too. Queries run in
     workers; without `isolated`, or if no other process can import the transform, in this process. The best graph so far
     is kept in the directory `out`, and `resume` continues from there; UsageError if the directory is in use, is about
-    another question, or has files that torchdelta did not write. The first query may take `timeout_s`. Of several
+    another question, or has files that torchdelta did not write. The first query may take `timeout_s`; `memory_bytes`
+    bounds a worker, `queries` and `seconds` the search. `progress` gets the progress of the reduction. Of several
     failures, the first whose signature matches the regular expression `match` is followed. The level `aot` makes graphs
     of AOTAutograd smaller instead of dynamo's. `workers` is a pool and `clean` a process that were started earlier. The
     script is left to the result's `write`; if its path is given as `script`, a draft with or without `data` is run

@@ -100,11 +100,11 @@ class Baseline:
         """Run a copy of the program eagerly within these modes, and return the observation of its stages.
 
         With `lifted` it runs in float64, and draws random numbers in the dtype `draws`, or in `drawn_in` if that is
-        None; the reference runs first if it did not yet. With `noise` its roundings are moved. `plan` replaces the
-        baseline's own; `keeps` and `before_step` are those of `stages.observe`. Raise SideFailed if the program raises,
-        or if in float64 it asks a question about dtypes that the reference did not ask there, because then it takes
-        another path; a program with a `lifted_call` may ask any. Raise YardstickTouched if a candidate changed how this
-        process runs it, and ProgramError if it cannot be copied.
+        None; unless it has a `lifted_call`, the reference runs first if it did not yet. With `noise` its roundings are
+        moved. `plan` replaces the baseline's own; `keeps` and `before_step` are those of `stages.observe`. Raise
+        SideFailed if the program raises, or if in float64 it asks a question about dtypes that the reference did not
+        ask there, because then it takes another path; a program with a `lifted_call` may ask any. Raise
+        YardstickTouched if a candidate changed how this process runs it, and ProgramError if it cannot be copied.
         """
         self._require_untouched()
         replay = self._replay() if lifted else None
@@ -385,14 +385,14 @@ class Baseline:
         return torch.float64 if self.reference.draws_random else self.drawn_in
 
     def _run_reference(self) -> Observation:
-        """Run the reference and return its observation; raise EagerFails if it raises in its first iteration.
+        """Run the reference and return its observation; if it raises, change `plan` and retry, or raise EagerFails.
 
-        If a stage after the forward raises, the reference runs again, once, and from then on only outputs have
-        cotangents, with a note: the state that a program keeps may be overwritten where its gradient needs it. If the
-        reference raises with further inputs, the plan loses these, with a note. If it raises in a later iteration with
-        random inputs, `plan` is cut to the iterations before, and `shortfall` says so. In both cases it runs again. If
-        the stage `steps` raises, that is an EagerFails too. Raise ProgramError if the run changes a tensor of the
-        original, or one that all copies share. Sets `recorded_answers`.
+        The first retry that fits is taken. If it raises with further inputs in a stage other than `steps`, the plan
+        loses these, with a note. If a stage after the forward raises, only outputs have cotangents from then on: the
+        state that a program keeps may be overwritten where its gradient needs it; a note says so if the retry runs.
+        If it raises in a later iteration in a stage other than `steps`, the plan is cut to the iterations before, and
+        `shortfall` says so. Raise ProgramError if the run changes a tensor of the original, or one that all copies
+        share. Sets `recorded_answers`.
         """
         try:
             name = self.program.name

@@ -92,11 +92,12 @@ class Check(JudgingSteps[Observation]):
     def _report(self) -> Report:
         """Run reference, truth and noise, then the candidate, natively and in float64; judge it and return the report.
 
-        If the judge itself does not work any more (`self_test`), all stages have diverged. Otherwise, after the steps
-        of `judge`, decisions within rounding are followed. Leaves become inconclusive if the reference differs in them
-        between two runs, if their noise is as large as their values, or by `steadiness.doubt_few`; those that still
-        diverge get their kind. The verdict is the worst of the stages. Without a truth, the semantic question is not
-        asked.
+        If the candidate did not fail, but the judge does not work any more (`self_test`), all stages have diverged.
+        Otherwise, after the steps of `judge`, decisions within rounding are followed. Leaves become inconclusive if the
+        reference differs in them between two runs, if their noise is as large as their values, or by
+        `steadiness.doubt_few`; those that still diverge get their kind. The verdict is the worst of the stages. Without
+        a truth, the semantic question is not asked. Raise EagerFails if the program raises, and EnvironmentUnfit if the
+        judge does not work before the candidate runs.
         """
         self.baseline = baseline = other_inputs.extend(self.baseline, self.transform, self.notes)
         self.unmatched = []
@@ -559,9 +560,9 @@ def _is_gradient(comparison: Comparison) -> bool:
 
 
 def _sharper(comparison: Comparison, replayed: Comparison) -> Comparison:
-    """Return a copy of the replayed comparison if the first one is coarse and it is equivalent and resolves more.
+    """Return a copy of `replayed` if `comparison` is coarse, and `replayed` is equivalent and has a finer resolution.
 
-    Its details say that it is replayed. Otherwise return the first one itself.
+    The details of the copy say that it is replayed. Otherwise return `comparison` itself.
     """
     resolves_more = (replayed.resolution or 0.0) < (comparison.resolution or 0.0)
     if not steadiness.is_coarse(comparison) or replayed.verdict is not Verdict.EQUIVALENT or not resolves_more:

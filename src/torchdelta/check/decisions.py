@@ -425,6 +425,7 @@ def _excuse_stage(stage: Stage, baseline: Baseline, candidate: Observation, nois
     sides = (baseline.truth, baseline.reference, candidate, *noisy)
 
     def excused(comparison: Comparison) -> Comparison:
+        """Return a suspect as `_excuse_shape` or `_excuse_leaf` returns it, and any other comparison unchanged."""
         if comparison not in suspects:
             return comparison
         leaves = [as_tensor(side.stages.get(stage.name, {}).get(comparison.path)) for side in sides]
@@ -436,7 +437,7 @@ def _excuse_stage(stage: Stage, baseline: Baseline, candidate: Observation, nois
 
 
 def has_suspects(stages: Sequence[Stage]) -> bool:
-    """Tell whether a comparison is one that `excuse_integers` may excuse."""
+    """Tell whether `excuse_integers` may excuse any comparison of these stages."""
     return any(
         _is_suspect_integer(comparison) or _differs_in_shape_alone(comparison)
         for stage in stages
@@ -451,11 +452,12 @@ def _differs_in_shape_alone(comparison: Comparison) -> bool:
 
 
 def _excuse_shape(comparison: Comparison, leaves: list[Any]) -> Comparison:
-    """Return the comparison of two shapes, inconclusive if rounding may explain that they differ.
+    """Return the comparison of two shapes, inconclusive if rounding may explain that they differ, or else unchanged.
 
     `leaves` are those of truth, reference, candidate and noisy runs, in this order. A shape that depends on data, such
     as that of `x[x > 1]`, differs among correct runs too. On each axis the candidate's size may be twice as far from
-    the reference's as that of the correct run that is furthest away.
+    the reference's as that of the correct run that is furthest away. The comparison is unchanged, too, if one of the
+    first three is not a tensor, or if candidate and reference have different numbers of dimensions.
     """
     truth, reference, candidate, *noisy = leaves
     if not all(isinstance(leaf, torch.Tensor) for leaf in (truth, reference, candidate)):
@@ -489,10 +491,10 @@ def _excuse_leaf(comparison: Comparison, leaves: list[Any], known: _LeafMargins 
 
     `leaves` are those of truth, reference, candidate and noisy runs, in this order. It is inconclusive if the candidate
     equals the truth, and its details say so. Otherwise, with `known` margins, it is so if the largest margin of the
-    elements that differ is at most `CLOSE_INTEGER` times its noise, and these are not many more than differ between
-    correct runs (`MOST_FLIPS`); reason and details get the numbers in any case. Without them, or if they have no noise,
-    it is so if the candidate differs from the truth in fewer than twice as many elements as a correct run
-    does. If truth and reference differ in shape it is unchanged.
+    elements that differ is at most `CLOSE_INTEGER` times its noise, and their decisions are at most `MOST_FLIPS` times
+    one more than differ between correct runs; reason and details get the numbers in any case. Without margins, or if
+    they have no noise, it is so if the candidate differs from the truth in fewer than twice as many elements as the
+    correct run that differs most from it. If truth and reference differ in shape it is unchanged.
     """
     truth, reference, candidate, *noisy = leaves
     if not isinstance(truth, torch.Tensor) or truth.shape != reference.shape:
@@ -541,9 +543,9 @@ def settle_choices(stages: list[Stage], runs: ChoiceRuns) -> list[Stage]:
     """Return the stages; integers in which the candidate is as the truth is become equivalent where both are right.
 
     Both are right if the truth has the reference's integers once it makes the reference's choices where those are
-    within rounding. The candidate must have the reference's integers in float64, so that it is not right by chance, and
-    its forward must have made the truth's choices in all leaves (`ChoiceRuns.is_consistent`). Otherwise nothing
-    changes.
+    within rounding. The candidate must have the reference's integers in float64, so that it is not right by chance.
+    Other comparisons keep their verdict. Unless its forward made the truth's choices in all leaves
+    (`ChoiceRuns.is_consistent`), all stages are returned unchanged.
     """
     if not runs.is_consistent():
         return stages
@@ -590,7 +592,12 @@ class ChoiceRuns:
         return all(self._has_chosen_as_truth(path) for path in self.replayed.stages.get("forward", {}))
 
     def _has_chosen_as_truth(self, path: str) -> bool:
-        """Tell whether one leaf has the truth's choices; False if it is missing or has another shape on a side."""
+        """Tell whether the candidate's leaf at a path of the forward has the truth's choices.
+
+        True, whatever the candidate has, if truth and replayed truth are the same there, or the replayed leaf is not a
+        tensor. Otherwise False if the leaf is missing or has another shape on a side. Only elements in which truth and
+        replayed truth differ, floats by more than rounding, are looked at.
+        """
         truth, replayed, candidate = _leaves_at("forward", path, self.truth, self.replayed, self.candidate)
         if not isinstance(replayed, torch.Tensor) or _is_same(truth, replayed):
             return True

@@ -43,7 +43,10 @@ class GraphwiseAnswer:
 
     @property
     def question(self) -> str:
-        """The text `asked` if there are graphs and every one was asked, or else why not."""
+        """The text `asked` if there are graphs and every one was asked, or else why not.
+
+        If some were not asked, the text has their number and the reason of the first one.
+        """
         if not self.unasked:
             return ASKED if self.count else "not asked: there is no graph"
         return f"not asked of {len(self.unasked)} of {self.count + len(self.unasked)} graphs: {self.unasked[0]}"
@@ -81,8 +84,9 @@ class GraphwiseAnswer:
 def ask_graphs(baseline: Baseline, transform: Transform) -> GraphwiseAnswer:
     """Capture the graphs that the transform is given, and ask of each whether it is the same function in float64.
 
-    The inputs of a graph are those of its first recorded call, lifted. Graphs that compute nothing are left out. If no
-    graph can be captured, none is asked, and the answer says why.
+    Return the answers. The inputs of a graph are those of its first recorded call, lifted. Graphs that compute nothing
+    are left out. A graph that cannot be asked has its reason in `unasked`. If no graph can be captured, none is asked,
+    and `unasked` has that reason alone.
     """
     answers: dict[str, list[Comparison]] = {}
     unasked: list[str] = []

@@ -67,10 +67,11 @@ def check_isolated(
 ) -> IsolatedCheck:
     """Check a named program in a worker, under complete, named options; return its report and the worker's output.
 
-    `settings` are compiler settings that the worker has during the check. Without a `pool`, a warm one is made;
-    `timeout_s` and `memory_bytes` limit each query. If the candidate ends the worker, the report is `crashed`; if a
-    deadline passes, `timed_out`. If either happens in the semantic question, the check runs once more without it, with
-    a note. Raises what `Outcome.read` raises, such as ProgramError if the worker died where no candidate runs.
+    `settings` are compiler settings that the worker has during the check. Without a `pool`, a warm one is made; one
+    that is passed stays open. `timeout_s` and `memory_bytes` limit each query, and `progress` gets the name of each
+    part of the check as it begins. If the candidate ends the worker, the report is `crashed`; if a deadline passes,
+    `timed_out`. If either happens in the semantic question, the check runs once more without it, with a note. Raises
+    what `Outcome.read` raises, such as ProgramError if the worker died where no candidate runs.
     """
     case = case_of(program, options)
     notes: tuple[str, ...] = ()

@@ -69,7 +69,10 @@ class LayerwiseCheck:
 
     @classmethod
     def of(cls, transform: Transform, policy: Policy, seed: int, ask: Callable[[Transform], Report]) -> LayerwiseCheck:
-        """Return an observer of the layers if this is a quantizer judged by noise, or else one that does nothing."""
+        """Return an observer of the layers of a quantizer whose policy needs a truth, or else one that does nothing.
+
+        `seed` is that of the judge of the layers, and `ask` checks another transform of the same program.
+        """
         if not (transform.traits.rounds_to_levels and policy.needs_truth):
             return cls(transform, ask)
         seam = LockstepSeam(judge=QuantizedJudge(seed=seed), with_gradients=False)

@@ -72,7 +72,7 @@ def doubt_coarse(stage: Stage, fine: Collection[str] = (), *, has_gradients: boo
     largest = max((scale for scale in scales if math.isfinite(scale)), default=0.0)
 
     def doubt(comparison: Comparison) -> Comparison:
-        """Return a comparison, inconclusive if it passed only because of its noise."""
+        """Return a comparison: inconclusive, with a detail, or unchanged, as `doubt_coarse` says of its leaf."""
         if is_exact_by_purpose and comparison.verdict is Verdict.EQUIVALENT and _is_rounding_alone(comparison):
             reason = f"{comparison.reason}, but the values of the reference are rounding errors themselves"
             return replace(comparison, verdict=Verdict.INCONCLUSIVE, reason=reason)
@@ -153,9 +153,10 @@ def judged_by_gradients(stages: Sequence[Stage]) -> list[str]:
 def doubt_few(stage: Stage, answers: Mapping[str, Comparison], *, unit: float, reach: float) -> Stage:
     """Return the stage with the diverged leaves inconclusive whose few elements only the candidate rounds.
 
-    Another order of the same sum rounds where the reference, by chance, does not, and no noisy run shows that. Only
-    leaves of at most `FEW` elements without a broken contract are looked at, whose noise is at most half the relative
-    rounding `unit` of the program, that are the same function in float64, by `answers`, and off by at most `reach`.
+    Another order of the same sum rounds where the reference, by chance, does not, and no noisy run shows that. Such a
+    leaf has at most `FEW` elements and no breach that is not excused. Its noise is at most half of `unit`, the relative
+    rounding of the program, times the rms of its truth; its error is at most `reach`; and its answer in float64, from
+    `answers`, is equivalent and not coarse. All other leaves are unchanged.
     """
 
     def doubt(comparison: Comparison) -> Comparison:

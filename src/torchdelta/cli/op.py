@@ -194,7 +194,7 @@ def _check(
     *,
     verbose: bool,
 ) -> OpReport:
-    """Check one operator in a worker, print what the worker printed, and return the report.
+    """Check one operator in a worker, print the worker's output to stderr, and return the report.
 
     Warnings are printed too if `verbose`, and otherwise their number. `call` is the result of `read_call`, `questions`
     that of `read_questions`, and `limits` has `timeout_s` and `memory_bytes`.

@@ -294,7 +294,8 @@ class _Reader:
     def _modified(self, tensor: dict[str, Any], node: ast.Attribute) -> dict[str, Any]:
         """Return a copy of a tensor's description with the modifier that `node` appends: `.t`, `.no_grad`, `.cuda`, …
 
-        UsageError if there is no such modifier, or if the tensor cannot have it.
+        UsageError if there is no such modifier, or if the tensor cannot have it: `.t` needs two sizes or more, and
+        `.requires_grad` a float or complex dtype.
         """
         name = node.attr
         if name not in _MODIFIERS:

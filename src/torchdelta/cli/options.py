@@ -230,7 +230,8 @@ def _scalar(text: str) -> Scalar:
 def read_bytes(text: str) -> int:
     """Return an amount of memory, such as `2GB`, `1.5 GiB` or a plain number of bytes, in whole bytes.
 
-    UsageError if the text is malformed (`2G`) or less than a byte.
+    `KB` is 1000 bytes and `KiB` 1024, and so on up to `TB` and `TiB`, in upper or lower case. UsageError if the text is
+    malformed (`2G`) or less than a byte.
     """
     match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-z]*)", text.strip().lower())
     unit = _UNITS.get(match[2]) if match else None
@@ -309,8 +310,8 @@ def pass_on(output: str, texts: Sequence[str], *, verbose: bool) -> None:
 def deliver(result: Any, json_file: Path | None, show: Callable[[], None]) -> None:
     """Write the result of a command to its file, if there is one, and then print it by `show`.
 
-    With `-` for the file, the JSON is printed in place of that. If the file cannot be written, the result is printed
-    all the same; then UsageError.
+    With `-` for the file, the JSON is printed on stdout instead, and `show` is not called. If the file cannot be
+    written, the result is printed all the same, and then UsageError is raised.
     """
     if json_file == STDOUT:
         sys.stdout.write(to_json(result))
@@ -390,7 +391,8 @@ def workers_for(transform: str, *, what: str, preload: Sequence[str] = ()) -> It
 
     The workers, which also import the modules `preload`, end with the context. They are forked from this process if
     that was possible before torch was imported. EnvironmentUnfit if a package is missing; `what` is the command's name
-    in the message. `OMP_WAIT_POLICY` is set in this process, unless it is, and garbage is not collected at its end.
+    in the message. `OMP_WAIT_POLICY` is set to `passive` in this process unless it has a value. Objects that are alive
+    at the end of this process are not garbage-collected.
     """
     was_forkable = is_forkable()
     # torch reads this when it is imported: idle threads then sleep, and leave the cores to other workers

@@ -44,9 +44,10 @@ class TolerantFile(io.FileIO):
 
 
 def tolerant(stream: TextIO | None) -> io.TextIOWrapper:
-    """Return a stream that writes to the same place and never fails; without an open one, one that drops everything.
+    """Return a stream that writes to the same place and never fails.
 
-    Characters that the encoding lacks are written as escapes.
+    If the given one is None or closed, or has no open descriptor, return one that drops everything. Characters that the
+    encoding lacks are written as escapes.
     """
     if stream is None or stream.closed:
         return open(os.devnull, "w", encoding="utf-8")

@@ -42,10 +42,11 @@ def first_difference(
 
     A leaf on one side only is a difference. Python numbers are compared as tensors; other objects, such as arrays,
     differ only if their types do, or if they are unequal strings. Rounding explains a `distance` of up to `MOVED` times
-    the leaf's noise, and between floats always one of up to the root of the dtype's eps.
+    the leaf's noise, and between floats always one of up to the root of the eps of the dtype in `plain`.
 
     `moved` has the leaves of runs on inputs with other last bits. The noise is one of their finite distances from
-    `plain`, picked by `choose`: `min` if one of the runs may have crossed an edge, `max` if the computation is linear.
+    `plain`, or 0 without any. `choose` picks it: `min` if one of the runs may have crossed an edge, `max` if the
+    computation is linear.
     """
     for path in dict.fromkeys((*plain, *other)):
         if (path in plain) is not (path in other):

@@ -111,7 +111,7 @@ def leaves_of(value: Any, path: str = "value") -> Leaves:
 
     A value that is a leaf itself is the only entry, unless it is a tensor subclass with attributes, which are leaves
     beside it. A value that raises when it is taken apart becomes an `Unreadable`. A container inside of itself becomes
-    a `Container` that names the outer one's path.
+    a `Container` that names the outer one's path. Of two leaves with one path, the later one gets a `′` at its end.
     """
     leaves: Leaves = {}
     waiting: list[tuple[str, Any, dict[int, Child]]] = [(path, value, {})]

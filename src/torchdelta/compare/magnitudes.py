@@ -66,9 +66,10 @@ class Part(NamedTuple):
 def parts_of(sample: Sample, by: torch.Tensor) -> list[Part]:
     """Return the parts of a sample, those of the smallest values first; `by` has the values that say which is where.
 
-    `by` has the sample's shape; it is its truth or its reference. There is one part, the whole sample, if all values
-    are of about one size or zero, or if the reference has a dtype of one byte. Otherwise elements that are not finite
-    in `by` belong to no part, and zeros to the one with the most elements.
+    `by` has the sample's shape; it is its truth or its reference. There is one part, the whole sample as it is, if all
+    values are zero, or of about one size whose square float64 can hold, or if the reference has a dtype of one byte.
+    Zeros and elements that are not finite do not prevent that. Otherwise elements that are not finite in `by` belong to
+    no part, and zeros to the one with the most elements.
     """
     values = _components(by)
     sampled, largest = _sampled(values), _largest(values)

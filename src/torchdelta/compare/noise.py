@@ -90,7 +90,8 @@ def _judge_part(part: Part, whole: Sample) -> Judgement:
     """Return the judgement of the finite values of one part of a sample, by the worst of its statistics.
 
     Mask constants are DIVERGED if one is not what it was, and otherwise EQUIVALENT. Any other part is INCONCLUSIVE in
-    place of EQUIVALENT if its dtype is too coarse. `whole` is the sample before it was cut into parts.
+    place of EQUIVALENT if its dtype is too coarse. A resolution above `COARSEST` becomes that of the dtype if
+    `_is_rounded_truth`. `whole` is the sample before it was cut into parts.
     """
     sample = part.sample
     if part.is_mask:

@@ -51,10 +51,11 @@ def is_same_class(reference: Any, candidate: Any) -> bool:
 def compare_objects(pair: Pair, terms: Terms) -> Comparison:
     """Return the comparison of two leaves that are of different classes, or do not both hold numbers.
 
-    DIVERGED if their classes or kinds of containers differ, which is a difference of structure, or if they are unequal
-    or in another order and the terms do not excuse that. EQUIVALENT if they are the same object, equal, both NaN, or
-    excused. INCONCLUSIVE if a side could not be taken apart, if `==` raises, or if they are two objects of a class that
-    does not define equality, except enum members, classes and the like.
+    The first of these that fits decides. INCONCLUSIVE if a side could not be taken apart. Two containers of one kind
+    are taken to have other orders: DIVERGED, or EQUIVALENT if the terms excuse that. DIVERGED, by a difference of
+    structure, if classes or kinds of containers differ. INCONCLUSIVE if `==` raises. EQUIVALENT if they are the same
+    object, equal, or both NaN. INCONCLUSIVE if their class does not define equality, except for enum members, classes
+    and the like. Otherwise DIVERGED, or EQUIVALENT if the terms excuse the difference.
     """
     reference, candidate = pair.reference, pair.candidate
     if unreadable := next((side for side in (reference, candidate) if isinstance(side, Unreadable)), None):

@@ -52,7 +52,8 @@ def step_for(values: torch.Tensor, levels: Levels) -> torch.Tensor:
     """Return the step between levels for these values, in a shape that broadcasts over them.
 
     It is the quantizer's own scale, but no finer than the range of the values needs, and no more than `COARSER` times
-    as coarse. If the scale is not known, it is the step that the range needs. Values that are not finite count as zero.
+    as coarse. If the scale is not known, it is the step that the range needs. The range includes zero, and is symmetric
+    around it if the zero point is the middle of the levels. Values that are not finite count as zero.
     """
     kept = levels.axes_in(values)
     others = [axis for axis in range(values.dim()) if axis not in kept]

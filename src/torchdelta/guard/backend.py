@@ -78,8 +78,9 @@ class Guard:
     ) -> Callable[..., Any]:
         """Compile a graph with the backend; return the callable, in which dynamo's or the ATen graphs are guarded.
 
-        Which of them, the config says. A backend that is not built on AOTAutograd has no ATen graphs: then nothing is
-        guarded, and a note says so. The backend gets the `options`; `settings` are inductor's, for the recordings.
+        `GuardConfig.graph` says which of them. A backend that is not built on AOTAutograd has no ATen graphs: then
+        nothing is guarded, and a note says so. The backend gets the `options`; `settings` are inductor's, and are only
+        written into the recordings.
         """
         if self.guard_config.graph == "dynamo":
 
@@ -118,11 +119,12 @@ class Guard:
     ) -> Callable[..., Any]:
         """Compile one graph by `make`, and return the callable, guarded if that is wanted and possible.
 
-        A record is added to the findings; it says why a graph is not guarded. An error of `make` for a guarded graph is
-        kept for the first call, which raises or falls back. But it is raised at once with `check="off"`, with
-        `on_failure="report"` (after it was reported), or if it is torchdelta's own or meant for dynamo. A guarded
-        callable takes its arguments one by one at the `level` "dynamo", and in a list at all others. An unguarded one
-        is what `make` returns.
+        A record is added to the findings; it says why a graph is not guarded: `GuardConfig.only` excludes it, or its
+        nodes cannot be copied. With `record="always"` a guarded graph is written to disk before it is compiled. An
+        error of `make` for a guarded graph is kept for the first call, which raises or falls back. But it is raised at
+        once with `check="off"`, with `on_failure="report"` (after it was reported), or if it is torchdelta's own or
+        meant for dynamo. A guarded callable takes its arguments one by one at the `level` "dynamo", and in a list at
+        all others. An unguarded one is what `make` returns.
         """
         record = self.findings.add(
             GuardedGraphRecord(
@@ -235,6 +237,9 @@ def _build_config(options: dict[str, Any]) -> GuardConfig:
 
 
 def _name_of(graph_module: GraphModule) -> str:
-    """Return the first source line that a node of the graph has, or a text that says that there is none."""
+    """Return the first source line that a node of the graph has, or a text that says that there is none.
+
+    Placeholders and the output do not count.
+    """
     lines = (source_line(node) for node in graph_module.graph.nodes if node.op not in ("placeholder", "output"))
     return next(filter(None, lines), "a graph without source lines")

@@ -63,8 +63,8 @@ class GuardedCompiles:
     def finish(self, tell: Callable[[str], None]) -> None:
         """Look into the failures of the script as `GuardFindings.finish` does, and wait for the answers.
 
-        `tell` gets a line before each command. Nothing is done if no guard was made. An exception or a Ctrl-C here
-        becomes a note and is not raised.
+        `tell` gets a line before each command. Nothing is done if no guard was made. An Exception or a Ctrl-C here
+        becomes a note and is not raised; the failures that are left then keep their records.
         """
         if self._findings is None:
             return
@@ -95,7 +95,7 @@ class GuardedCompiles:
         )
 
     def pass_summary(self) -> PassSummary | None:
-        """Return the summary of the passes, or None if they are not watched."""
+        """Return the summary of the passes, or None if they are not watched; an empty one if nothing was compiled."""
         return (self._passes or PassSummary()) if self.is_watching else None
 
     def _handle(self, backend: Backend, name: str) -> Backend:

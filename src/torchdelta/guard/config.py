@@ -56,7 +56,7 @@ class GuardConfig:
     def concerns(self, graph_module: GraphModule) -> bool:
         """Tell whether a graph is one of those to check, by `only`; without `only` all of them are.
 
-        A pair holds the least and the largest number of nodes, both included.
+        A pair holds the least and the largest number of nodes, both included; placeholders and the output count too.
         """
         if self.only is None:
             return True

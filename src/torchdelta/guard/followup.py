@@ -92,8 +92,9 @@ class Followup:
     def wait_for(self, record: GuardedGraphRecord, command: str, *, timeout_s: float = WAIT_S) -> GuardedGraphRecord:
         """Queue a command about a finding, unless that was done, wait for its end; return the record with its answer.
 
-        That is the culprit, and for `diagnose` also the path of a script. The record is returned unchanged if it has no
-        directory, or if the command wrote no readable answer within `timeout_s`.
+        The answer is the first culprit, and for `diagnose` also the path of a script. The record is returned unchanged
+        if it has no directory, or if the command did not end within `timeout_s` or wrote no readable answer. A command
+        that did not end goes on.
         """
         if record.directory is None or not self.begin(record, command).wait(timeout_s):
             return record

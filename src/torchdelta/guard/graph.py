@@ -229,7 +229,8 @@ class GuardedGraph:
         """Check a call on copies of `args`; update the record, and act on a failure as the config says.
 
         With `record="always"` the call is written to disk first. If it cannot be checked, the record says why, and the
-        original graph may take over (`_leave_unchecked`); an exception of torchdelta's own becomes a note too. Raise
+        original graph may take over (`_leave_unchecked`). That is so for checks that are off, a spent budget, and any
+        exception while checking; one that is neither UncheckedCall nor a TorchDeltaError becomes a note too. Raise
         Diverged or CompilerFailed for a failure if the config says `on_failure="raise"`.
         """
         record = replace(self.record, call=self.calls)
@@ -352,9 +353,9 @@ class GuardedGraph:
     def _follow_up(self, report: Report) -> None:
         """Name a culprit or minify the failure, and update the record with the answers.
 
-        With `on_failure="raise"`, wait for the culprit of a divergence, at most `CULPRIT_WAIT_S`. With `minify`, start
-        `diagnose` in the background, or wait for it if that is "wait". Nothing is done without a recording, or, with a
-        note, if no other process can import the backend.
+        With `on_failure="raise"` and a divergence, run `locate` and wait for its culprit, at most `CULPRIT_WAIT_S`.
+        Then, with `minify=True`, begin `diagnose` in the background; with `minify="wait"`, wait for its answer. Nothing
+        is done without a recording, or, with a note, if no other process can import the backend.
         """
         if self.record.directory is None:
             return

@@ -177,7 +177,8 @@ def _ending_of_exit(exited: SystemExit) -> ScriptEnding:
 def _print_error(error: BaseException) -> ScriptEnding:
     """Print an exception by `sys.excepthook`, without our first frames, and return an ending with the status 1.
 
-    If the hook itself raises, both exceptions are printed. A KeyboardInterrupt makes the ending an interrupted one.
+    If the hook itself raises an Exception, both are printed. If `error` is a KeyboardInterrupt, the ending is an
+    interrupted one. The traceback of `error` is cut in place.
     """
     if error.__traceback__ is not None:
         error.with_traceback(_first_of_script(error.__traceback__))

@@ -155,7 +155,10 @@ class QueryTraces:
         return _tail_of(self._output, max_bytes)
 
     def _lines(self) -> list[str]:
-        """Return the lines of the file of parts so far; the first only says that the task has begun."""
+        """Return the lines of the file of parts so far; the first only says that the task has begun.
+
+        Only the first `_PARTS_BYTES` of the file are read.
+        """
         self._parts.seek(0)
         return self._parts.read(_PARTS_BYTES).decode(errors="replace").splitlines()
 

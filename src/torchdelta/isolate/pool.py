@@ -100,7 +100,10 @@ class Query:
 
 
 def wait_for_any(queries: Iterable[Query]) -> None:
-    """Wait until at least one of the queries has ended; return at once if there are none."""
+    """Wait until at least one of the queries has ended; return at once if there are none.
+
+    A query that was cancelled before it began counts only once a thread of the pool has taken it up.
+    """
     wait([query._future for query in queries], return_when=FIRST_COMPLETED)
 
 
@@ -179,9 +182,9 @@ class Pool:
         """Queue a task, named `package.module:function`, and return its query at once.
 
         The deadline counts from the start of its worker. With None for `memory_bytes` the limit is three quarters
-        of the machine's memory. Raise UsageError if the name has no function, its module is `__main__` or a limit is
-        not positive, and ValueError or TypeError if the request is not strict JSON. A task that cannot be imported
-        fails in the worker.
+        of the machine's memory, or none if its size is unknown. Raise UsageError if the name has no function, its
+        module is `__main__` or a limit is not positive, and ValueError or TypeError if the request is not strict JSON.
+        A task that cannot be imported fails in the worker.
         """
         module, _, function = task.partition(":")
         if not function or module == "__main__":

@@ -92,7 +92,8 @@ def no_process_left() -> Iterator[None]:
     """Return a context manager that, when it ends, kills the children that this process got in it, daemons included.
 
     In it, a descendant whose own parent ends becomes a child of this process (`adopt_orphans`); so daemons are found
-    too. Processes of other users are left. On systems other than Linux nothing is killed.
+    too. Afterwards this process adopts no orphans any more, even if it did before. Processes of other users are left.
+    On systems other than Linux nothing is killed.
     """
     before = set(children_of(os.getpid()))
     can_adopt = adopt_orphans()

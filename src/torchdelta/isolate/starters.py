@@ -419,7 +419,10 @@ class SpawnedWorker:
         return None
 
     def end(self) -> None:
-        """Send SIGTERM to the group, once, and set the time at which `wait` sends SIGKILL."""
+        """Send SIGTERM to the group, once, and set the time at which `wait` kills it.
+
+        Without process groups (Windows) nothing is sent, and the next `wait` kills the worker at once.
+        """
         if self._kill_at is None:
             self._kill_at = time.monotonic() + (process_groups.GRACE_S if _HAS_GROUPS else 0)
             if _HAS_GROUPS:

@@ -65,8 +65,8 @@ class Outcome:
         the parts in which the candidate runs; None means that it always does. Raises:
         - the TorchDeltaError that the task raised;
         - RuntimeError if the task raised anything else, because a task catches what a candidate raises;
-        - ProgramError if the worker ended before the first part with a candidate, or by its memory in a later part
-          without one, but not if it ended by a timeout;
+        - ProgramError if memory ran out and the part that was reported last is not one of `candidate_parts`, or if the
+          worker ended otherwise, but not by a timeout, and no reported part is one of them;
         - ReportUnreadable if the field encodes no `kind`.
         """
         if self.answer is not None:

@@ -45,7 +45,8 @@ def run_query(order: Order) -> NoReturn:
 
     The status is 0; if the task calls `sys.exit`, it is that of the call, and no answer is written; if the answer
     cannot be written, because the directory is gone or its disk is full, it is `FILES_LOST`. Output goes to a file of
-    the directory, and compilers use a cache in it. The parent is told when the preparations are done.
+    the directory, and compilers use a cache in it. The parent is told when the preparations are done. An exception of
+    the preparations passes through.
     """
     errors.catch_everything()
     errors.keep_full_texts(Path(order.directory).parent.parent)

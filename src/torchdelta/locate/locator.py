@@ -116,10 +116,11 @@ class Locator:
     def _look(self, report: Report) -> tuple[NodeFindings, tuple[Rung, ...]]:
         """Return the findings about nodes, and the rungs up to the first that fails; no rungs unless the check failed.
 
-        Ordinarily each node is judged, also if the check passed. If a compiler fails at the rung `dynamo` or `aot`, the
-        findings are only a note; at `decomposed`, each decomposition is judged instead. At `backend`, a cause by
-        setting is looked for too if `with_cause` is set, taps change the verdict, or no node is a culprit. If the
-        report has a failure, the findings are empty, unless the transform has a seam and is not a compiler.
+        If the report has a failure, the findings are those of lockstep if the transform has a seam and is not a
+        compiler, and otherwise empty. Without one, each node is judged, also if the check passed. But if a compiler
+        fails at the rung `dynamo` or `aot`, the findings are only a note; at `decomposed`, each decomposition is judged
+        instead. At `backend`, a cause by setting is looked for too if `with_cause` is set, taps change the verdict, or
+        no node is a culprit.
         """
         transform = self.check.transform
         rungs: tuple[Rung, ...] = ()

@@ -23,7 +23,8 @@ def locate_program(request: Mapping[str, Any], place: QueryDirectory) -> dict[st
     """Search the program of a request that `locate_isolated` wrote; return the encoded `location`, and `warnings`.
 
     The check is not run again, because its report is part of the request. If the request names a directory for graphs,
-    those that dynamo captured are written into it, unless one cannot be written. `place` is told the name of each part.
+    those that dynamo captured are written into it; a UsageError of the writing is ignored. Other exceptions are not
+    caught. `place` is told the name of each part.
     """
     options = decode(CheckOptions, request["options"], "options")
     recorder = GraphRecorder() if request["graphs"] is not None else None

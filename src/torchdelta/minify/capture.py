@@ -96,8 +96,9 @@ def capture_isolated(
 
     Code of the program does not run in this process, unless a graph calls functions or operators that its module
     defines: then the module is imported here too. `settings` are compiler settings that the worker has meanwhile. There
-    are no subjects if no graph computes. Raises what `graphs_of` and `prepare` raise, and ProgramError if the program
-    ends the worker.
+    are no subjects if no graph computes. Of `limits`, the level, timeout and memory are used. Raises what `graphs_of`
+    and `prepare` raise, ProgramError if the program ends the worker or exceeds these limits, and ReportUnreadable if
+    the graphs cannot be read here.
     """
     request = {
         "program": program,

@@ -70,9 +70,10 @@ class Edit:
         """Return the changed subject as a new one, or None if no operation is left in it; `subject` is not changed.
 
         Nodes that neither an output nor an effect needs are removed. A node in `cut` whose value is a number becomes a
-        literal, and one whose value is neither that nor a tensor is not cut. Inputs that are drawn are drawn again for
-        their new shape, unless the edit has another value for them. The result has neither `origin` nor `with_names`.
-        If nodes are cut, the subject is run eagerly for its `values`, and an error of that run passes through.
+        literal, and one whose value is neither that nor a tensor is not cut. Inputs that are drawn, by the subject or
+        by `draws`, are drawn anew in their new shape; one that only the subject draws is not if `inputs` has a value
+        for it. `sizes` change inputs and integer arguments. The result has neither `origin` nor `with_names`. If nodes
+        are cut, the subject is run eagerly for its `values`, and an error of that run passes through.
         """
         names = {node.name for node in subject.graph.graph.nodes}
         cut = {name: subject.values[name] for name in cuttable(subject, self.cut & names)}
@@ -132,8 +133,9 @@ def merge_edits(edits: Iterable[Edit]) -> Edit:
 def keep_only(subject: Subject, names: Sequence[str]) -> Edit:
     """Return the edit that keeps the named nodes and removes the others, effects included.
 
-    A removed node that a kept one reads becomes an input with the reference's value; but if its value is a collection,
-    the node stays. The graph then returns the tensors of kept nodes that it returned before or that other nodes read.
+    A removed node that a kept one reads becomes an input with the reference's value, or a literal if that is a number;
+    if its value is neither a tensor nor a number, the node stays. The graph then returns the tensors of kept nodes that
+    it returned before or that other nodes read.
     """
     outside = frozenset(node.name for node in subject.nodes) - set(names)
     return Edit(cut=cuttable(subject, outside), outputs=region_outputs(subject, names), dropped=outside)
@@ -184,8 +186,8 @@ def _narrow(value: Any, sizes: Mapping[int, int]) -> Any:
 def _resize_arguments(node: Node, sizes: Mapping[int, int], all_sizes: set[int]) -> None:
     """Change a node's integer arguments in place that equal a changed size, or its product with one of `all_sizes`.
 
-    `sizes` maps old sizes to new ones; `all_sizes` are those of all inputs before the change. Nested integers are
-    changed too.
+    They become the new size, or the product of the new sizes. `sizes` maps old sizes to new ones; `all_sizes` are those
+    of all inputs before the change. Nested integers are changed too.
     """
     numbers = dict(sizes)
     for old, new in sizes.items():

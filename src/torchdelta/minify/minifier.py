@@ -91,12 +91,13 @@ class Minifier:
     """Every subject that was the best one for a while, with its answer, the largest first."""
 
     def run(self) -> MinifiedResult:
-        """Return the smallest failing graph that is found, or the program itself if no graph of it fails by itself.
+        """Return the smallest failing graph that is found, or else the result of `whole_program`, with a note.
 
-        With `is_resumed`, the reduction continues from the best subject in `out`; if there is none, it begins anew,
-        with a note. If the failure turns out to be flaky, the reduction begins again and asks several times about each
-        subject. With `out`, the best subject is kept there; `notes` are added to. If `whole_program` has no result
-        either, or `out` had a reduction to resume, raise NothingToMinify, or ProgramError if torch makes no graph.
+        `whole_program` is asked if no graph fails by itself, the failure is too rare, or torch makes no graph. If it
+        returns None, or `out` had a reduction to resume, NothingToMinify or ProgramError is raised. With `is_resumed`,
+        the reduction continues from the best subject in `out`; if there is none, it begins anew, with a note. A flaky
+        failure makes it begin again and ask several times about each subject. With `out`, the best subject is kept
+        there; `notes` are added to. Other errors, also those of `_resumed`, pass through.
         """
         self.started = time.monotonic()
         if (recording := recording_of(self.case.program)) is not None:
@@ -187,7 +188,10 @@ class Minifier:
         )
 
     def _capture(self) -> Sequence[Subject]:
-        """Return the subjects, which the first call captures and keeps; ProgramError if none of them computes."""
+        """Return the subjects of the program; unless `captured` is set already, capture them and keep them there.
+
+        Raise ProgramError if the capture has no subjects; what `capture` raises passes through.
+        """
         if self.captured is None:
             self.captured = self.capture()
             if not self.captured.subjects:
@@ -228,7 +232,10 @@ class Minifier:
             self.ask.settings, self.ask.flags = self.captured.settings, self.captured.flags
 
     def _told(self, progress: Progress) -> None:
-        """Pass a progress on to `tell`, with the number of workers' queries that have no outcome yet."""
+        """Pass a copy of a progress on to `tell`, with `workers` set to the number of queries without an outcome yet.
+
+        It is 0 if the oracle asks in this process.
+        """
         self.tell(replace(progress, workers=len(self.ask.at_work) if isinstance(self.ask, WorkerOracle) else 0))
 
     @property
@@ -250,6 +257,7 @@ class Minifier:
         first: Subject | None = None
 
         def predict() -> Subject | None:
+            """Return the next subject to ask about, or None if there is none; `_guess` says for which failure."""
             nonlocal first
             first = first or foresight()
             begun = find(first) if first is not None else None
@@ -263,10 +271,10 @@ class Minifier:
         return predict
 
     def report_death(self) -> Report | None:
-        """Return the report of the first graph that fails otherwise than by an exception, or None if no graph does.
+        """Return the report on the first graph whose candidate ends the worker, hangs or breaks a limit, or else None.
 
-        Its candidate ends the worker, hangs or takes too much memory. The report has the case of the whole program.
-        None also if the program's graphs cannot be captured.
+        Candidates that diverge or raise an exception do not count. The report has the case of the whole program. None
+        also if the capture raises ProgramError or UsageError; errors of the queries pass through.
         """
         try:
             subjects = self._capture()
@@ -360,8 +368,9 @@ class Minifier:
     def _fallbacks(self, reducer: Reducer, chosen: FailingGraph, entry: Entry | None) -> Iterator[MinifiedResult]:
         """Yield results for the case that the script of the smallest one does not fail in a clean process.
 
-        They are earlier best subjects, each about twice as many steps back as the one before, up to the first; and then
-        the whole program, if it has a result. A note in each says that it is not the smallest.
+        They are earlier best subjects, each about twice as many steps back as the one before, up to the first; then
+        the result of `whole_program`, if it has one, and the `larger` results of that. A note in each says that it is
+        not the smallest.
         """
         back, is_last = 1, False
         while not is_last and len(self.history) > 1:
@@ -450,6 +459,7 @@ class Minifier:
         """
 
         def keep(best: Subject, answer: Answer) -> None:
+            """Add the subject and its answer to `history`, and with `out` write the journal."""
             self.history.append((best, answer))
             if self.out is None:
                 return

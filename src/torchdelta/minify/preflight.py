@@ -79,11 +79,13 @@ class Preflight:
     def choose(self, subjects: Sequence[Subject]) -> FailingGraph:
         """Return the first graph that shows a failure to follow, and that failure; raise NothingToMinify if none does.
 
-        A failure is followed if `limits.match` allows it and it is like one of `expected`, or none is expected. If only
-        others show, the first of them is followed, with a note; if none shows but some are expected, all graphs are
-        asked up to `TRIALS - 1` more times. If the case has the semantic question, the first round leaves it out and
-        ignores small errors, which may be a loss of accuracy. NothingToMinify also if no graph runs eagerly or no query
-        is left. Afterwards the case of `ask` has only the stages that the failure needs.
+        The `subjects` are asked about in order, and then the `alternatives`. A failure is followed if `limits.match`
+        allows it and it is like one of `expected`, or none is expected; of several, `_wanted` chooses. If a round shows
+        only others that `limits.match` allows, the first of them is followed, with a note; if it shows none but some
+        are expected, up to `TRIALS - 1` more rounds follow. If the case has the semantic question, an extra first round
+        leaves it out and ignores small errors, which may be a loss of accuracy. NothingToMinify also if no graph runs
+        eagerly or no query is left. Afterwards the case of `ask` has only the stages that the failure needs, and the
+        semantic question only if it was asked in that round.
         """
         case = self.ask.case
         others: list[tuple[int, FailingGraph]] = []
@@ -135,7 +137,10 @@ class Preflight:
             )
 
     def _asked(self, subject: Subject) -> Answer:
-        """Return the answer about a subject; with `guess`, idle workers begin on likely later queries meanwhile."""
+        """Return the answer about a subject; with `guess` and workers, idle ones begin on likely later queries.
+
+        The queries that `guess` predicts are asked about the stage `forward` alone.
+        """
         if self.guess is None or not isinstance(self.ask, WorkerOracle):
             return self.ask(subject)
         return self.ask.ask(subject, self.guess(subject), replace(self.ask.case, stages=FORWARD))
@@ -143,8 +148,8 @@ class Preflight:
     def _wanted(self, subject: Subject, meant: Sequence[Signature]) -> Signature:
         """Return the first failure of `meant` that the culprit alone shows too, or else the first of `meant`.
 
-        The culprit is cut out and asked about only if it is known, `meant` has several failures and a query is left;
-        `culprit_answer` keeps the answer.
+        The culprit is the first node of `nodes_of`. It is cut out and asked about only if there is one, `meant` has
+        several failures and a query is left; `culprit_answer` keeps the cut and the answer.
         """
         has_budget = self.limits.queries is None or self.ask.begun < self.limits.queries
         is_open = self.culprit is not None and len(meant) > 1 and has_budget
@@ -189,6 +194,7 @@ class Preflight:
         self.notes.append(f"it fails in {shown} of {TRIALS} runs: each smaller graph was run up to {times} times")
 
         def ask_again(subject: Subject) -> Answer:
+            """Return the first of up to `times` answers that shows the failure, or else the last of them."""
             answer = ask(subject)
             for _ in range(times - 1):
                 if answer.shows(wanted):

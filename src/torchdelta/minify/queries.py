@@ -57,7 +57,7 @@ class PendingQuery:
     def __call__(self) -> Answer:
         """Wait for the query's end and return the answer, or raise the error of the worker's task; both are remembered.
 
-        An interrupt of the waiting cancels the query.
+        An interrupt or error of the waiting itself cancels the query and is not remembered.
         """
         if self._error is not None:
             raise self._error
@@ -209,6 +209,11 @@ class WorkerOracle:
         self.under_way[query] = place
 
         def answered(outcome: Outcome) -> Answer:
+            """Remove the subject's files, and return or raise what `answer_of` does.
+
+            `answered` is counted up; `slowest_s` rises to the query's time, except for the first outcome that is read
+            and for one without a worker's answer.
+            """
             self.under_way.pop(query).cleanup()
             self.answered += 1
             if outcome.answer is not None and self.answered > 1:
@@ -304,8 +309,9 @@ def prepare_subject(
 def answer_of(outcome: Outcome, case: Case) -> Answer:
     """Return the answer about a subject that a worker's outcome gives: that of its report, if it has one.
 
-    A death or timeout of the candidate is a failure in the answer. The answer has no failure if the subject fails or
-    hangs eagerly; if it fails, the error's text is in `rejected`. Any other error of the worker's task is raised.
+    A timeout while the candidate ran, and any other end of the worker after the candidate began, is a failure in the
+    answer. If `Outcome.read` raises ProgramError, as for a subject that fails eagerly, the answer has no failure, and
+    the error's text is in `rejected`. For a timeout in another part it is empty. Other errors are raised.
     """
     try:
         result = outcome.read(Report, "report", program="a subject", candidate_parts=CANDIDATE_PARTS)

@@ -143,9 +143,10 @@ class Reducer:
         """Return the smallest subject found: run each strategy once, then all passes until none makes progress.
 
         `answer` is the one about `subject`, which shows the failure; `culprits` are names of suspected nodes. After the
-        strategies, queries ask whether the failure shows again; raise FlakyFailure if it does not. If the budget is
-        spent, the best subject so far is returned. `is_minimal` is set to true only if all passes came to their end and
-        no query about an edit broke.
+        strategies, queries ask whether the failure shows again; raise FlakyFailure if it does not. If some of them
+        still run at the end, `on_likely_result` is called before they are waited for. If the budget is spent, the best
+        subject so far is returned. `is_minimal` is set to true only if all passes came to their end and no query about
+        an edit broke.
         """
         self.search = Search(subject=subject, answer=answer, wanted=self.wanted, culprits=tuple(culprits))
         self.passes = passes
@@ -169,7 +170,10 @@ class Reducer:
         return True
 
     def _run_strategies(self, strategies: Sequence[Pass]) -> None:
-        """Run each strategy once, with a predictor of the queries from there on."""
+        """Run each strategy once, in order, with a predictor of the queries from there on.
+
+        BudgetExhausted of a query ends it and passes through.
+        """
         for place, strategy in enumerate(strategies):
             # a prediction replays the strategies from here on, so it is built before this one changes the search
             predict = self._predictor(strategies[place:])
@@ -215,7 +219,10 @@ class Reducer:
                 self.save_best(self.search.subject, self.search.answer)
 
     def _run_passes(self) -> None:
-        """Run all passes again and again until a round leaves the subject as it was."""
+        """Run all passes, in order, again and again until a round leaves the subject as it was.
+
+        BudgetExhausted and FlakyFailure of a query end it and pass through.
+        """
         before = None
         while self.search.subject is not before:
             before = self.search.subject

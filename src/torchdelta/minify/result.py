@@ -106,8 +106,8 @@ class MinifiedResult(ABC):
     def begin(self, path: str | os.PathLike[str], *, data: bool = True) -> Draft:
         """Write the script under a hidden name and begin to run it; return the draft, which may still be dropped.
 
-        Without `data`, random numbers replace the user's. Raise ReproUnwritable if no script of torch alone can show
-        the failure.
+        It runs in `clean` if that still waits for a script, or in a new process. Without `data`, random numbers replace
+        the user's. Raise ReproUnwritable if no script of torch alone can show the failure.
         """
         path = Path(path)
         written = script.write(self.finding, path, data=data, under=f".{path.name}")
@@ -125,9 +125,10 @@ class MinifiedResult(ABC):
     ) -> tuple[MinifiedResult, Repro]:
         """Write a script and run it in a clean process; return the result that it is of, its path and the outcome.
 
-        If the failure does not show there, larger results are tried, the smallest first, and the first whose script
-        shows it is returned. If none does, it is the smallest that has a script, which is kept. Without `data`, random
-        numbers replace the user's. Raise ReproUnwritable if there can be no script of any of them.
+        If the failure does not show there or there can be no script, larger results are tried, the smallest first, and
+        the first whose script shows it is returned. If none does, the script of the smallest result that has one is
+        written and run again, and that result is returned. Without `data`, random numbers replace the user's. Raise the
+        first ReproUnwritable if there can be no script of any of them.
         """
         refusal: ReproUnwritable | None = None
         first: MinifiedResult | None = None

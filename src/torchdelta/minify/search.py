@@ -146,7 +146,8 @@ def complexity(subject: Subject) -> tuple[float, ...]:
     """Return a tuple that is smaller for a simpler subject; its first items count most.
 
     They are the number of nodes that compute; of inputs and outputs; the sum of integers in the nodes' arguments; the
-    number of elements of the inputs; and of inputs that are not plain in layout, dtype, `requires_grad` and values.
+    number of elements of the inputs; and, as four items, the number of input tensors that are not contiguous, that are
+    floating-point but not float32, that require grad, and that are not drawn.
     """
     tensors = [value for value in subject.inputs if isinstance(value, torch.Tensor)]
     return (
@@ -176,7 +177,8 @@ def _sum_integers(value: Any) -> int:
 def failing_outputs(search: Search) -> list[str]:
     """Return the names of the outputs whose leaves show the wanted failure, worst first; empty if none does.
 
-    If an input's leaf shows it (by a write or its gradient), the outputs computed from that input take its place.
+    The order is that of the answer's `failing_leaves`, where earlier stages come first. If an input's leaf shows it (by
+    a write or its gradient), the outputs computed from that input take its place.
     """
     subject = search.subject
     input_names = [node.name for node in placeholders(subject.graph.graph)]

@@ -86,8 +86,10 @@ class Speculation:
         """Tell whether the reducer accepts the edit: by its answer, or by the edit's guess while the query runs.
 
         If accepted, `edited`, the edited subject, becomes the replay's best one. A guess sets `is_guessed`. False for a
-        subject that only `outcomes` knows. Raise _EndOfReplay with the subject as prediction if it has no query yet;
-        and without one if neither an answer nor a guess can be relied on, or if a pass comes after a guess.
+        subject that `outcomes` has and `answers` has not. Raise _EndOfReplay with the subject as prediction if it has
+        no query yet. Raise it without one if the query broke; if this is a pass and there was a guess before; if there
+        was one and the answer contradicts this edit's guess of True; and while the query runs, if the edit's guess is
+        None, or is True and several operations are left.
         """
         answer = self.answers.get(edited.key)
         if answer is None and edited.key in self.outcomes:

@@ -98,10 +98,10 @@ class Subject:
 
     @classmethod
     def named(cls, graph_module: GraphModule, inputs: Sequence[Any]) -> Subject:
-        """Return a graph in a form that gives a pass the names of the capture; `inputs` are as for `of`.
+        """Return a graph as `of` does, but in a form that gives a pass the names of the capture.
 
         Tensors that the graph reads as attributes stay attributes. A placeholder that dynamo called `L_x_` is called
-        `x`, because dynamo makes `L_x_` of that again.
+        `x`, because dynamo makes `L_x_` of that again. Unneeded inputs and nodes are left out here too.
         """
         arguments = dict(zip((node.name for node in placeholders(graph_module.graph)), inputs, strict=True))
         graph = Graph()
@@ -211,16 +211,19 @@ def rebuild(
     instead: Mapping[str, Any] | None = None,
     dropped: frozenset[str] = frozenset(),
 ) -> Subject:
-    """Return a subject of the nodes that the outputs need, and of nodes that have an effect; `source` is not changed.
+    """Return a subject of the outputs, the nodes that have an effect, and all that these need; keep `source` unchanged.
 
-    `inputs` has a value for each placeholder and constant. A node in `cut` becomes an input of that value for its
-    readers. `instead` replaces a node by another one, as a `Name`, or by a literal; a literal is not returned. Nodes in
-    `dropped` or `instead` are not kept for their effect. The result has neither `drawn` nor `origin`.
+    The nodes named in `inputs`, which are all placeholders and maybe constants, become inputs of these values, as far
+    as they are needed. A node in `cut` becomes an input of that value for its readers; if it is an output itself, it is
+    also computed. `instead` replaces a node by another one, as a `Name`, or by a literal, also in the outputs; a
+    literal is not returned. Nodes in `dropped` or `instead` are not kept for their effect alone. The result has neither
+    `drawn` nor `origin`.
     """
     ordered = list(source.graph.nodes)
     cut, other = cut or {}, instead or {}
 
     def resolve(name: str) -> Any:
+        """Return the `Name` or literal at the end of a node's replacements; its own `Name` if it is not replaced."""
         while name in other:
             if not isinstance(other[name], Name):
                 return other[name]
@@ -322,7 +325,7 @@ def _find_needed(
 
 
 def _has_effect(node: Node) -> bool:
-    """Tell whether a node does more than return a value: it writes, draws random numbers, asserts, or calls a module.
+    """Tell whether a node does more than return a value: it writes, draws, asserts, sets a mode, or calls a module.
 
     False for placeholders, attributes and the output.
     """
@@ -362,7 +365,7 @@ class _UnquotedText(str):
 
 
 def _add_to_digest(value: Any, digest: Any) -> None:
-    """Add a value to a hash: the repr of a non-tensor; of a tensor its layout, dtype, `requires_grad` and elements.
+    """Add a value to a hash: the repr of a non-tensor; of a tensor shape, strides, dtype, `requires_grad`, elements.
 
     The elements of a tensor without a plain buffer, such as a sparse one, are left out.
     """

@@ -172,8 +172,9 @@ class Recorder:
     def end(self) -> Batch:
         """Finish the batch and return it; logged tensors that share memory with the graph's state are copied first.
 
-        With a writer, the tensors that wait are written to the directory. A tensor that was overwritten without a call
-        of `before_write` becomes `Unreadable`, with a note.
+        With a writer, the tensors that wait are written to the directory instead. A tensor that was overwritten without
+        a call of `before_write` becomes `Unreadable`, with a note. State logged for the first time is remembered for
+        later batches, unless it is `Unreadable`.
         """
         if self.writer:
             self._flush()

@@ -123,7 +123,7 @@ class _CapturePair:
     def _compare_batches(
         self, reference_leaves: Callable[[int], Leaves], candidate_leaves: Callable[[int], Leaves]
     ) -> tuple[Comparison, ...]:
-        """Return one comparison for each path, of the batch where it is worst; its details have the batch's number.
+        """Return one comparison for each path, of the first batch where it is worst; its details have that number.
 
         Both functions take the number of a batch and return its leaves by path. Batches that only one side has are left
         out.

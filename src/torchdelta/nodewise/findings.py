@@ -93,9 +93,9 @@ def findings_from_lockstep(
 def findings_from_taps(nodes: Sequence[TappedNode], total: int, notes: Iterable[str]) -> NodeFindings:
     """Return tapped nodes as findings: a row for each judged node, the culprits, the coverage and the notes.
 
-    `total` is the coverage's total. Both sides of a row are the same node. A node that diverged is a culprit unless its
-    region contains an earlier culprit; its reason names the other nodes of its region. The stage of a culprit is
-    `gradients` if its level is `backward`, and otherwise `forward`.
+    The coverage has the number of judged nodes as matched, and `total`. Both sides of a row are the same node. A judged
+    node that diverged is a culprit unless its region contains an earlier culprit; its reason names the other nodes of
+    its region. The stage of a culprit is `gradients` if its level is `backward`, and otherwise `forward`.
     """
     rows, culprits = [], []
     blamed_nodes: set[Node] = set()

@@ -90,8 +90,8 @@ class Gates:
     def judge_nodes(self) -> list[TappedNode]:
         """Judge the recorded graphs by the gradients that nodes and leaves got, and return the judgements of all.
 
-        Call it once, after the backward. The hooks on the leaves are removed. For each graph, a note names nodes that
-        were left out, as `_judge_run` says.
+        Call it once, after the backward. The hooks on the leaves are removed. For each graph, a note counts the nodes
+        that `_judge_run` leaves out with a note, if there are any, and names up to `FEW_NAMES` of them.
         """
         for run in self.runs:
             run.gradients.remove_hooks()

@@ -123,11 +123,12 @@ class Lockstep:
         return pairs
 
     def run(self, inputs: Sequence[Any], candidate_inputs: Sequence[Any] | None = None) -> Iterator[NodeJudgement]:
-        """Run both graphs and yield a judgement for each pair that has a tensor, in the candidate's order.
+        """Run both graphs and yield a judgement for each pair that has a tensor or writes, in the candidate's order.
 
-        Both sides run on copies of the inputs; `candidate_inputs` are those of the candidate if they differ. After the
-        last node come judgements of outputs that are not partners, and of inputs and attributes that were written to.
-        If a node raises, the run ends there without raising; `failure` and `failed_at` are set.
+        Both sides run on copies of `inputs`, or the candidate on copies of `candidate_inputs` unless they are None.
+        After the last node come judgements of outputs that differ and are not partners (`_judge_outputs`), and of
+        inputs and attributes that were written to and differ (`FinalWrites.judge_all`). If a node or its judgement
+        raises, the run ends there without raising; `failure` is the exception, `failed_at` the candidate's node.
         """
         needed = Counter(node for pair in self.pairs.values() for node in pair.needs)
         read_as_partner = Counter(
@@ -162,11 +163,12 @@ class Lockstep:
                     return
 
     def _step(self, node: Node, ours: GraphRun, theirs: GraphRun, identical: set[Node]) -> Iterator[NodeJudgement]:
-        """Run one node of the candidate, and yield its judgement if it has a partner and a tensor to judge.
+        """Run one node of the candidate; yield its judgement if it has a partner, and a tensor or a write to judge.
 
         The reference runs up to the partner first. The node runs on the candidate's own values, and again on the
-        reference's if its inputs may differ from those. It is added to `identical`, the candidate's nodes whose own
-        value is the reference's, if it is one of them. Inputs of the graph are not judged.
+        reference's if its inputs may differ from those. Inputs of the graph are not judged. `identical` has the
+        candidate's nodes whose own value is the reference's; the node is added if it is one of them. The value of a
+        node without a partner, run on the reference's values, is kept in `theirs.computed` for its readers.
         """
         partner = self.partners.get(node)
         # a node inside a region draws the random numbers that the node at the end of the region draws
@@ -244,7 +246,10 @@ class Lockstep:
         return value.to(self._lowered[source]) if source in self._lowered else value
 
     def _record_dtype(self, node: Node, reference: Any, own: Any) -> None:
-        """Record in `_lowered` the candidate's float dtype at a node, if it differs and the transform lowers dtypes."""
+        """Record the candidate's dtype at a node in `_lowered`, if the transform lowers dtypes and the dtypes differ.
+
+        Nothing is recorded unless both values are float tensors. `own` is the candidate's value.
+        """
         if (
             self.judge.lowered_to is None
             or not isinstance(own, torch.Tensor)
@@ -280,7 +285,8 @@ class Lockstep:
         these are right, a constant in the place of a trained parameter is DIVERGED; otherwise gradients are compared if
         an input is trained, the two calls differ, and the regions have the same inputs. The culprit is None if nothing
         is wrong, and then the reference's node is added to `_right`. For a wrong value or gradient it is the node that
-        `Trial.blame` returns, unless that is in `_right`; in all other cases it is the reference's node.
+        `Trial.blame` returns, unless that is in `_right`; in all other cases it is the reference's node. `inherited` is
+        only copied into the judgement.
         """
         name = pair.reference.result.name
         values = {node: ours.computed[node] for node in pair.needs if node in ours.computed}
@@ -323,9 +329,10 @@ class Lockstep:
     def _judge_outputs(self, output: Node, ours: GraphRun, theirs: GraphRun) -> Iterator[NodeJudgement]:
         """Yield a judgement of each output for which the graphs return nodes that are not partners and that differ.
 
-        `output` is the candidate's output node. The nodes differ if their values in the two sides' own runs do. The
-        reference's node is the culprit if the candidate's node is wrong on the reference's values too. If the graphs
-        return different numbers of values, a note is added, and the surplus is not judged.
+        `output` is the candidate's output node. The nodes differ if `inherited_from` says that their values in the two
+        sides' own runs do. The reference's node is the culprit if the candidate's node is wrong on the reference's
+        values too, and otherwise there is none. If the graphs return different numbers of values, a note is added, and
+        the surplus is not judged. Constants are not judged.
         """
         reference_output = self.reference.graph.output_node()
         expected_values, returned_values = _returned_values(reference_output), _returned_values(output)
@@ -421,7 +428,8 @@ class FinalWrites:
         """Yield a judgement of each input and attribute of the graphs that a side wrote to and that ends up different.
 
         It is left out if its last writers are partners, which were judged when they ran, or if the last writer of the
-        reference or the partner of the candidate's is in `culprits`.
+        reference or the partner of the candidate's is in `culprits`. One of the candidate's without a partner is left
+        out too.
         """
         candidate_starts = {self.partners[node]: node for node in (theirs.state or {}) if node in self.partners}
         starts = dict.fromkeys(
@@ -442,8 +450,9 @@ class FinalWrites:
 
         `start` is its node in the reference, and `candidate_start` that in the candidate. A candidate that does not
         write to it has the value from before the reference's writes. The culprit is the reference's writer; without
-        one, the partner of the candidate's writer, or `start`; and None if the candidate's writer is right on the
-        reference's values. If its value there is not known, a note is added and nothing is yielded.
+        one, the partner of the candidate's writer, or `start` if that has no partner. It is None if the candidate's
+        writer is right on the reference's values. If the candidate's value on these is not known, a note is added and
+        nothing is yielded.
         """
         writer = ours.last_writer.get(start)
         other = theirs.last_writer.get(candidate_start) if candidate_start is not None else None

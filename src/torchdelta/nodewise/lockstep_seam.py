@@ -140,8 +140,9 @@ def compare_graphs(
 
     `mapping` has the user's matches, from names of the reference's nodes to the candidate's. Raise UsageError if it
     names an unknown node, or a node twice; with `is_one_of_several` matches of unknown nodes are ignored. Without
-    `candidate_inputs` the candidate gets the values of the paired inputs. Gradients are not compared at a `level` in
-    `AFTER_AOT`. Nodes of nested graphs count as unmatched. A node that raises ends the run, with a note.
+    `candidate_inputs` the candidate gets the values of the paired inputs, and None for others. Gradients are compared
+    if `with_gradients` is set and `level` is not in `AFTER_AOT`. Nodes of nested graphs count as unmatched, and dead
+    nodes of the candidate are left out. A node that raises ends the run, with a note. The graphs are not changed.
     """
     candidate = graphs.copy_sharing_parameters(candidate)
     candidate.graph.eliminate_dead_code(lambda node: node.is_impure() or writes_to(node))

@@ -107,7 +107,7 @@ def align(
     mapping: Mapping[str, str] | None = None,
     values: Fingerprints | None = None,
 ) -> Alignment:
-    """Match the nodes of two graphs; return all matches, and the nodes without one.
+    """Match the nodes of two graphs by mapping, handles, names, order and values; return matches and unmatched nodes.
 
     `mapping` has the user's matches, from names of the reference's nodes to the candidate's; raise UsageError if it
     names an unknown node, or a node twice. `values` has keys for the values of both sides' nodes, by name; without it,
@@ -184,8 +184,8 @@ class _Aligner:
     def match_names(self, key: Callable[[NodeRecord], Hashable]) -> None:
         """Match unmatched nodes of both sides for which `key` returns the same; the key contains the node's name.
 
-        Tracing numbers equal names (add, add_1, …). If one side has more nodes of a name, the numbers mean different
-        nodes there, and nodes of that name are not matched.
+        Tracing numbers equal names (add, add_1, …). If one side has more nodes of a name, matched ones included, the
+        numbers mean different nodes there, and nodes of that name are not matched.
         """
         counts, others = (
             Counter(_without_number(name) for name in side.nodes) for side in (self.reference, self.candidate)

@@ -227,7 +227,7 @@ class ModuleSurvey:
         return pre_hook
 
     def _post_hook(self) -> Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
-        """Return a hook that adds the output shapes to the record of a call after it ran, and calls `on_return`.
+        """Return a hook that adds shapes and kinds of the outputs to a call after it ran, and calls `on_return`.
 
         It ends the call in `running`, and also those inside of it that raised.
         """

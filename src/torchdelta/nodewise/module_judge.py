@@ -66,9 +66,8 @@ class ModuleJudge:
         """Run the candidate's module on the reference's inputs; return its comparisons with the `recorded` result.
 
         They are those of outputs, changed inputs and, if the runner takes them, gradients. The judgement has a reason
-        instead if the candidate's module raises, or if the reference's module, run again for gradients, gives other
-        outputs; if that raises, the exception passes through. A brief judgement takes one noisy run and does not ask in
-        float64.
+        instead if the candidate's module raises, or if the reference's module, run again for gradients, raises or gives
+        other outputs. With `is_brief` one noisy run is taken, and both modules are not compared in float64.
         """
         try:
             result = self.runner.run(candidate, inputs)

@@ -181,8 +181,9 @@ class _ModuleSearch:
     def _record_own_outputs(self, matches: Sequence[ModuleMatch]) -> dict[int, Leaves]:
         """Run the candidate on its own values; return copies of its matched calls' outputs, by the `order` of the call.
 
-        Outputs that do not fit into `limit_bytes` with those before are left out. If the candidate raises, the outputs
-        so far are returned. Notes are added in both cases.
+        Outputs that do not fit into `limit_bytes` with those kept before are left out; smaller ones after them may fit.
+        If the candidate raises, the exception is noted and the outputs so far are returned. A note counts the matched
+        calls that have no outputs here although they returned before, and says that they do not fit.
         """
         matched_orders = {match.candidate.order for match in matches}
         own_outputs: dict[int, Leaves] = {}
@@ -215,8 +216,9 @@ class _ModuleSearch:
 
         A pair is not judged, and its row has a reason, if the inputs cannot be copied, or if the candidate calls its
         module with tensors of other shapes, or with integers where the reference has floats or the other way round.
-        `own_outputs` has the candidate's outputs by the `order` of its calls, and loses those that get a row. `failure`
-        is the exception that the candidate raised in its own run, or None.
+        A call in which a culprit is known already (`_has_culprit_in`) gets a brief judgement. `own_outputs` has the
+        candidate's outputs by the `order` of its calls, and loses those that get a row. `failure` is the exception that
+        the candidate raised in its own run, or None.
         """
         partners = {match.reference.order: match for match in matches}
         inputs_by_call: dict[int, tuple[ModuleInputs, dict[str, int]] | str] = {}

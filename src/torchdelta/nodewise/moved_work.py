@@ -35,10 +35,10 @@ Rerun = Callable[[frozenset[Node]], tuple[Lockstep, Sequence[NodeJudgement]]]
 def mark_moved_work(first: Lockstep, judgements: Sequence[NodeJudgement], rerun: Rerun) -> tuple[NodeJudgement, ...]:
     """Return the judgements; wrong pairs whose work was only moved get `is_moved`, and the rest goes through `_joined`.
 
-    `first` is the run that gave the judgements, and `rerun` runs the graphs without some pairs. It is called up to
-    `ROUNDS` times, and not at all if no pair is wrong (`_is_wrong_pair`). The work of a wrong pair was moved if a rerun
-    finds nothing wrong with it, and it has company (`_has_company`). A rerun that fails proves nothing, and is the
-    last.
+    `first` is the run that gave the judgements, and `rerun` runs the graphs without some pairs. `rerun` is called up to
+    `ROUNDS` times. If no pair is wrong (`_is_wrong_pair`), it is not called and the judgements are returned unchanged.
+    The work of a wrong pair was moved if one of the reruns finds nothing wrong with it, and it has company in the last
+    (`_has_company`). A rerun that fails proves nothing, and is the last.
     """
     wrong = {each.candidate: each for each in judgements if _is_wrong_pair(each, first)}
     if not wrong:
@@ -94,10 +94,10 @@ def _is_wrong_pair(judgement: NodeJudgement, lockstep: Lockstep) -> bool:
 
 
 def _judged_nodes(judgement: NodeJudgement, lockstep: Lockstep, wrong: dict[Node, NodeJudgement]) -> set[Node]:
-    """Return those candidate's nodes of wrong pairs whose work, on either side, this judgement is about.
+    """Return the candidate's nodes of those wrong pairs that have a node in a region of this judgement, on either side.
 
-    If it is not about a pair of regions but about an output or state, those are the candidate's node of the judgement
-    and the unmatched nodes that it depends on.
+    A judgement of an output or state has no pair of regions. Its region has the candidate's node of the judgement and
+    the unmatched nodes that it depends on. `wrong` has the wrong pairs, by the candidate's node.
     """
     pair = lockstep.pairs.get(judgement.candidate)
     if pair is None:

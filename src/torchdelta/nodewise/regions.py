@@ -187,9 +187,10 @@ def call_node(interpreter: Interpreter, node: Node, args: Any, kwargs: Any) -> A
 
 
 def _widened_state(module: torch.nn.Module, args: Any) -> dict[str, torch.Tensor]:
-    """Return float64 copies of a module's parameters and buffers if an argument is float64 and none of them is.
+    """Return float64 copies of a module's parameters and buffers by name, if `args` need them, or else an empty dict.
 
-    Otherwise return an empty dict. Tensors that are not floating-point are left out.
+    They do if a tensor in the positional arguments `args` is float64 and no parameter or buffer is. Parameters and
+    buffers that are not floating-point are left out.
     """
     state = dict((*module.named_parameters(), *module.named_buffers()))
     floats = {name: tensor for name, tensor in state.items() if tensor.is_floating_point()}
@@ -327,8 +328,8 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 def is_identical(reference: Any, candidate: Any) -> bool:
     """Tell whether two values are equal: tensors in dtype, shape, device and elements, others in type and by `==`.
 
-    Lists and tuples are compared item by item. A tensor object equals itself. Otherwise NaN, and tensors that are fake,
-    quantized or not strided, are not equal to anything, and neither are dicts.
+    Lists and tuples are compared item by item, and a list may equal a tuple. A tensor object equals itself. Otherwise
+    NaN, and tensors that are fake, quantized or not strided, are not equal to anything, and neither are dicts.
     """
     if isinstance(reference, torch.Tensor) and isinstance(candidate, torch.Tensor):
         return reference is candidate or (

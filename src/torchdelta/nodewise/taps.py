@@ -124,8 +124,8 @@ class Taps:
         """Yield a judgement for each node that has a value in `tapped`, unless its region has an unsteady node.
 
         `tapped` has the candidate's values by name. A region reads inputs, attributes and tapped nodes, except for
-        those that `_widened_nodes` returns. A note names the `unsteady_nodes`, if there are any besides the output.
-        `level` is only copied into the judgements.
+        those that `_widened_nodes` returns. A note counts the `unsteady_nodes` besides the output, and names up to
+        `FEW_NAMES`; without any there is no note. `level` is only copied into the judgements.
         """
         widened, unsteady = _widened_nodes(graph), unsteady_nodes(graph)
         skipped = [node.name for node in unsteady if node.op != "output"]

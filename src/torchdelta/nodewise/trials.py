@@ -73,7 +73,7 @@ class Trial:
 
     @cached_property
     def trained_inputs(self) -> list[Node]:
-        """The inputs of either region that need a gradient, as nodes of the reference."""
+        """The inputs of either region that need a gradient and have a value, as nodes of the reference."""
         sources = (self.partners[node] for node in self.pair.candidate.reads)
         reads = dict.fromkeys((*self.pair.reference.reads, *sources))
         return [node for node in reads if node in self.values and node in self.trained]
@@ -121,7 +121,8 @@ class Trial:
         """Return the comparisons of the trained inputs' gradients, under the same random cotangent on both sides.
 
         They are empty if the gradients are the same. With `replacements`, nodes of the candidate's region read other
-        nodes of the reference instead. If a side raises, return one comparison that is DIVERGED.
+        nodes of the reference instead. If either side raises, or the value of an input is missing, return one
+        comparison that is DIVERGED.
         """
         name = self.pair.reference.result.name
 
@@ -217,8 +218,9 @@ def _is_readers_work(
     """Tell whether the reader is to blame for reading the wrong node.
 
     `wrong` is the candidate's node that is read, and `right` the reference's node that should be. The reader is to
-    blame if the wrong node has a handle of the reference's last node, if the right node is an input or attribute that
-    the candidate's region reads too, or if the wrong node is the right one after it was overwritten.
+    blame if the wrong node is the partner of the right one after it was overwritten, if the wrong node has a handle of
+    the last node of the reference's region, or if the right node is an input or attribute whose partner the candidate's
+    region reads too.
     """
     if returns_what_it_writes(wrong) and isinstance(wrong.args[0], Node) and partners.get(wrong.args[0]) is right:
         return True

@@ -131,7 +131,7 @@ class NodeWalk:
 
         `observe` returns the transform with the taps at its seam. First every node has a tap, then every second, then
         every fourth; `compiles` counts the tries if the transform is a compiler. One that changes the verdict adds a
-        note and sets `is_disturbed`. Without nodes to tap, the first findings are returned.
+        note and sets `is_disturbed`. If no node can have a tap, the first findings are returned.
         """
         findings = NodeFindings()
         for every in THINNINGS:
@@ -213,7 +213,8 @@ class NodeWalk:
     def judge(self) -> LocalJudge:
         """Return a new judge of single nodes: a `QuantizedJudge` if the transform quantizes, else a `LocalJudge`.
 
-        It has the walk's policy only if that needs no truth, and otherwise judges by noise.
+        It has the walk's policy only if that needs no truth. Otherwise it has none, and judges by noise, in float64 by
+        `Semantic`.
         """
         # a quantized layer is off by its own steps, which do not follow from a dtype
         kind = QuantizedJudge if self.transform.traits.rounds_to_levels else LocalJudge

@@ -37,8 +37,9 @@ def build(description: Sequence[Any], seed: int) -> tuple[tuple[Any, ...], dict[
 def describe(value: Any) -> str:
     """Return an argument in short: `float32[3, 4]` for a tensor, `[int64[5], 2]` for a list, `'mean'` for a text.
 
-    A list, tuple or dict shows its first `MOST_SHOWN` elements and how many more there are. Numbers, texts and None are
-    shown as Python writes them, dtypes and devices as code. Of any other object only the class is shown.
+    A list, tuple or dict shows its first `MOST_SHOWN` elements, described alike, and how many more there are. Numbers,
+    texts and None are shown as Python writes them; dtypes, layouts, memory formats and devices as code. A nested tensor
+    shows no sizes. Of any other object only the class is shown.
     """
     if isinstance(value, torch.Tensor) and value.is_nested:
         return f"nested {_after_dot(value.dtype)}"

@@ -59,8 +59,8 @@ def check_op(
     their names. `gradients` is False to leave gradients out; "auto" leaves them out if no input is of floats.
     `compare(reference, candidate)` judges values instead of `policy`: it raises or returns False if they are not the
     same. Without `correctness` no values are compared. `ignore` names clauses of the contract that no trace is held to.
-    `others`, pairs of args and kwargs, replace the other sizes that are made up here. `progress` gets the name of each
-    probe before it is asked.
+    `others`, pairs of args and kwargs, replace the other sizes that are made up here, and the fresh values that traces
+    run on. `progress` gets the name of each probe before it is asked.
 
     Raises UsageError for a wrong argument, and what `OpCheck.run` raises.
     """
@@ -123,7 +123,7 @@ class OpCheck:
         The operator is run eagerly first. Raises ProgramError if its forward raises then, or if a probe needs the
         user's `others` and the operator rejects one; EnvironmentUnfit if it has no kernel for the device of its inputs,
         or if torch is too old; UsageError if it has parameters of its own, if a probe or a backend is unknown, or if no
-        probe has an answer.
+        probe returns a verdict.
         """
         versions.require_supported()
         started = time.perf_counter()
@@ -153,9 +153,9 @@ class OpCheck:
     def _run_eagerly(self) -> Program:
         """Run the operator on the user's inputs and return the program that calls it with them.
 
-        If only the backward raises, the program is returned all the same. Raises ProgramError if the forward raises or
-        an argument lies on the device meta, and EnvironmentUnfit if the operator has no kernel for a device of its
-        inputs.
+        If only the backward raises, the program is returned all the same. Raises ProgramError if an argument lies on
+        the device meta or the forward raises, but EnvironmentUnfit if it raises because the operator has no kernel for
+        a device of its input tensors; without input tensors, for the devices among its arguments or the default one.
         """
         inputs = self.subject.inputs
         leaves = tree_leaves((inputs.args, inputs.kwargs))
@@ -202,7 +202,10 @@ class OpCheck:
         return is_possible and any(entry.name.startswith(prefix) for prefix in self.wanted)
 
     def _require_known_probes(self) -> None:
-        """Raise UsageError if `wanted` is empty, if a text in it begins no probe's name, or if a backend is unknown."""
+        """Raise UsageError if `wanted` is empty or a backend is unknown.
+
+        Raise it too if any text in `wanted` begins no probe's name.
+        """
         names = [entry.name for entry in probes_with(self.backends)]
         if not self.wanted:
             raise UsageError(f"no probe was named: they are {', '.join(names)}; probes=None asks all")

@@ -45,10 +45,10 @@ def check_op_isolated(
 
     It is called with `arguments`, as `cli.op_arguments` describes them, or, if `inputs` is not None, with those that
     this factory (`file.py:function`) returns. The worker first imports the modules `imports`. `words` are the other
-    keywords of `torchdelta.check_op`. A worker that dies in a probe, or exceeds `memory_bytes` there, gives a report
-    with the verdict CRASHED, and one that exceeds `timeout_s` (None is no limit) TIMED_OUT. Raises the errors of the
-    check, RuntimeError for any other exception in the worker, and ProgramError if the worker dies before the first
-    probe.
+    keywords of `torchdelta.check_op`; `progress` gets the name of each probe before it is asked. A worker that dies in
+    a probe, or exceeds `memory_bytes` there, gives a report with the verdict CRASHED, and one that exceeds `timeout_s`
+    (None is no limit) TIMED_OUT. Raises the errors of the check, RuntimeError for any other exception in the worker,
+    and ProgramError if the worker dies before the first probe.
     """
     call = {"arguments": arguments, "inputs": inputs, "imports": list(imports)}
     request = {"op": op, "call": call, "words": dict(words), "seed": seed}

@@ -241,7 +241,7 @@ def sweep(
     too. A given `pool` stays open; without one, `workers` are started for this sweep. `workers` also bounds the queries
     under way. `task` is the module whose functions they run. `tell` gets the progress. Ctrl-C while operators are
     checked ends the sweep early, with the rows so far and a note. UsageError if the request makes no sense or if `out`
-    cannot be used; RuntimeError if a worker fails to read the database.
+    cannot be used; EnvironmentUnfit if a row cannot be written; RuntimeError if a worker fails to read the database.
     """
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="torchdelta-sweep-") as nowhere:
@@ -285,7 +285,9 @@ class _Sweeper:
         """Check the operators of `wanted` (name and dtype) that have no row yet, add their rows, and return notes.
 
         One note says how many had a row before, another how many have none because of Ctrl-C, which is not raised.
-        Queries that are under way at an interruption or error are cancelled. `tell` gets the progress.
+        Queries that are under way at an interruption or error are cancelled. At most `_WAITING` times `workers` queries
+        are under way at once. `tell` gets the progress. EnvironmentUnfit if a row cannot be written; errors of
+        `swept_of` are raised too.
         """
         before = sum(each in self.rows.swept for each in wanted)
         waiting = [each for each in wanted if each not in self.rows.swept]

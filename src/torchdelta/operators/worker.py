@@ -46,8 +46,9 @@ def named_op(op: str, *, imports: Sequence[str], arguments: Any, inputs: str | N
 
     `op` is a registered name, or `file.py:function`. The arguments are those that the factory `inputs`
     (`file.py:function`) returns; if it is None, those that `arguments` describes, with values drawn by the seed. Raises
-    UsageError if no such name is registered or if the operator does not take the arguments, and ProgramError if a
-    module or file does not import or has no such function, or if the factory fails.
+    UsageError if no such name is registered, if the described arguments cannot be made, or if the operator does not
+    take the arguments; ProgramError if a module or file does not import or has no such function, or if the factory
+    raises or returns neither a tuple nor a list.
     """
     for module in imports:
         import_place(module)
@@ -128,9 +129,9 @@ def list_operators(request: Mapping[str, Any], _: QueryDirectory) -> dict[str, A
 def sweep_operator(request: Mapping[str, Any], place: QueryDirectory) -> dict[str, Any]:
     """Check an operator of the database in one dtype, on some of its samples; return its row as `swept`, encoded.
 
-    At most `request["samples"]` samples are checked. `place` is told the part that begins. If the database raises
-    instead of giving samples, the row is inconclusive and says so; only errors of torchdelta's own are raised. This
-    process has one thread of torch afterwards.
+    At most `request["samples"]` samples are checked (`opinfo.choose`). `place` is told each part that begins. A
+    TorchDeltaError of the database is raised; if it raises anything else, the row is inconclusive and says so. Of the
+    errors of checks, only EnvironmentUnfit is raised. This process has one thread of torch afterwards.
     """
     began = time.monotonic()
     # workers run side by side, and samples are small

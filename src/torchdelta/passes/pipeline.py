@@ -52,9 +52,11 @@ def check_pipeline(
     A pass takes a graph module and example inputs, a graph module, or a graph, as its signature says; it changes that
     in place or returns another. The graph behind each pass that changes it is compared with the original, and, unless
     both graphs around the pass are equivalent to that, with the graph before the pass. Passes behind one that raises,
-    or that returns a callable other than a graph, are not run. The verdict is INCONCLUSIVE if no pass changes the
-    graph. UsageError if `graph` is not a graph module, if there are no passes, or if one is not callable; ProgramError
-    if the graph itself fails. Other arguments are those of `check`. Neither the graph nor the inputs are changed.
+    or that returns a callable other than a graph, are not run. The verdict is the worst on the passes that change the
+    graph or raise and, unless a pass raises, on the last graph against the original; INCONCLUSIVE if no pass changes
+    the graph or raises. UsageError if `graph` is not a graph module, if there are no passes, or if one is not callable;
+    ProgramError if the graph itself fails. Other arguments are those of `check`. Neither the graph nor the inputs are
+    changed.
     """
     if not isinstance(graph, GraphModule):
         raise UsageError(
@@ -147,9 +149,9 @@ class _PipelineRun:
 
 
 def _row(name: str, step: PassStep) -> PassRow:
-    """Return the row of a pass `name` that changed the graph, with all that `step` says about it.
+    """Return the row of a pass `name` that changed the graph, with the verdicts and the evidence of `step`.
 
-    `error` and `noise` are those of the worst comparison with the original, or None if nothing was compared.
+    `error` and `noise` are those of the worst comparison with the original, or None if nothing was compared with it.
     """
     return PassRow(
         name=name,
@@ -166,7 +168,7 @@ def _row(name: str, step: PassStep) -> PassRow:
 
 
 def _crash_row(name: str, error: BaseException) -> PassRow:
-    """Return the row of a pass that raised: CRASHED, with the failure and the first line of its message."""
+    """Return the row of a pass that raised `error`: CRASHED, with the failure, and its first line in the reason."""
     text = "".join(traceback.format_exception(error))
     failure = Failure.of(error, stage="transform", traceback=text, where=place_of(error))
     words = f"{failure}".splitlines()[0]

@@ -49,9 +49,9 @@ def have_values(args: Sequence[Any]) -> bool:
 def require_checkable(graph_module: GraphModule, args: Sequence[Any]) -> None:
     """Raise UncheckedCall with the reason if a call of a graph cannot be checked; otherwise do nothing.
 
-    Reasons are argument tensors without values, collectives with other processes, random numbers in inductor's own way,
-    operators with effects such as `print`, parameters of the graph that require grad, and attributes of the graph that
-    a node may write to.
+    The first reason that applies is given: argument tensors without values (`have_values`), collectives with other
+    processes, random numbers in inductor's own way, operators with effects (`EFFECTS`), parameters of the graph that
+    require grad or attributes of it that a node may write to.
     """
     if not have_values(args):
         raise UncheckedCall("it was called with tensors that have no values")
@@ -102,10 +102,10 @@ def written_nonleaves(graph_module: GraphModule, args: Sequence[Any]) -> tuple[i
 def adapt_call(run: Run, graph_module: GraphModule, level: str, cloned: Sequence[int]) -> Run:
     """Return a function that runs the compiled graph `run`, and returns what the graph of `return_written` returns.
 
-    It clones the inputs at the places `cloned` before the run, and returns the clones after the outputs. At the `level`
-    "backward" it also clones the inputs that `graph_module`, the original, only reads, because a compiled backward may
-    reuse their memory. Several outputs come as a list if the original returns a list and `cloned` is empty, and else as
-    a tuple.
+    The function clones the tensors at the places `cloned` before the run, and returns the clones after the outputs. At
+    the `level` "backward" it also clones the tensors that `graph_module`, the original, only reads, because a compiled
+    backward may reuse their memory; these clones are not returned. Several outputs come as a list if the original
+    returns a list and `cloned` is empty, and else as a tuple.
     """
     kind = list if isinstance(graph_module.graph.output_node().args[0], list) and not cloned else tuple
     written = _written(graph_module)
@@ -128,7 +128,8 @@ def adapt_call(run: Run, graph_module: GraphModule, level: str, cloned: Sequence
 def return_written(graph_module: GraphModule, cloned: Sequence[int]) -> GraphModule:
     """Return a copy of the graph that writes to clones of the inputs at these places, and returns the clones as well.
 
-    Without places it is the graph itself. `adapt_call` does the same for the compiled graph.
+    `cloned` has these places. If it is empty, return the graph itself. `adapt_call` does the same for the compiled
+    graph.
     """
     return graphs.return_inputs(graph_module, cloned) if cloned else graph_module
 

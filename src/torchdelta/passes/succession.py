@@ -99,9 +99,11 @@ class Succession:
     ) -> PassStep:
         """Return the step with verdict, reason and first culprit of the graph `after` it against the graph `before` it.
 
-        `introduced` is None, with the reason, if the graph before does not run (CRASHED or TIMED_OUT as
-        `verdict_before`), is not a graph module, or cannot be compared. A note is added if differences of several
-        passes add up, or if `after` computes what the original does again.
+        `verdict_before` is the verdict on `before` against the first graph. `introduced` is None, with a reason, if
+        that is CRASHED or TIMED_OUT, if `before` is not a graph module, or if the comparison raises a TorchDeltaError.
+        A note is added if `before` is equivalent to the first graph and `after` fails against it, although the step
+        does not fail: several passes add up. A note is also added if the step fails and `after` is equivalent to the
+        first graph.
         """
         if verdict_before in (Verdict.CRASHED, Verdict.TIMED_OUT):
             reason = "the graph before it does not run, so that there is nothing to compare it with"

@@ -197,7 +197,7 @@ def watch_passes(*, policy: str = "noise", seed: int = 0) -> Iterator[PassSummar
     Its `findings` name passes behind which a graph computes something else on the inputs of its first call: of each
     graph the first in each phase, with the node if it is found (`ChainJudge.judge`). Its `notes` say what could not be
     checked. Both are complete when the context is left. An error of the watcher does not end the run. UsageError if the
-    policy is wrong or passes are watched already.
+    policy is wrong or passes are watched already. `policy` and `seed` are those of `check`.
     """
     parse(policy)  # a wrong policy raises before anything runs
     watcher = _Watcher(summary=PassSummary(), options=CheckOptions(policy=policy, seed=seed))
@@ -251,7 +251,8 @@ class _Watcher:
     def fail(self, what: str, error: Exception) -> None:
         """Add the note `WHAT: ERROR` to the summary, unless it is there already.
 
-        `what` says what was not done, such as "graph 0 was not checked". Of the error, the note has the first line.
+        `what` says what was not done, such as "graph 0 was not checked". ERROR is the first line of the error's
+        message, with its class before it unless it is a TorchDeltaError.
         """
         words = str(error).splitlines()[0] if str(error) else ""
         kind = "" if isinstance(error, TorchDeltaError) else f"{type(error).__name__}: "
@@ -355,7 +356,8 @@ class _Watcher:
         """Return a callable that judges the passes of a graph in its first call with values, and runs it in every call.
 
         It takes its arguments in a list, which the compiled graph may empty. `phase` picks the chains to judge, all if
-        it is empty. Nothing is judged once the watcher is closed. An error in judging becomes a note.
+        it is empty. Nothing is judged once the watcher is closed. An error in judging becomes a note, and the graph is
+        not judged again.
         """
         run = as_boxed(run_compiled)
         is_judged = False

@@ -52,8 +52,9 @@ def copy_together(values: Any, *, name: str, convert: Convert = lambda dtype: dt
 
     Objects that are shared within the original are shared within the copy, and so is memory of plain tensors of one
     dtype; tensors become autograd leaves. Python modules, classes, functions that reach no state, and captured values
-    without state are not copied; nor is a captured value that cannot be and reaches no tensor. `name` is for error
-    messages. Raise ProgramError if the value cannot be copied, or if copies would share tensors that require grad.
+    without state are not copied. A captured value that cannot be copied stays shared if it reaches no tensor. `name` is
+    for error messages. Raise ProgramError if the value cannot be copied, or if copies would share tensors that require
+    grad.
     """
     objects = everything_in(values)
     _refuse_shared(objects, name)
@@ -234,7 +235,10 @@ def _function_shells(objects: list[Any], memo: dict[int, Any]) -> list[tuple[Fun
 
 
 def _reaches_state(function: FunctionType) -> bool:
-    """Tell whether a function captures a value with state, or has a closure and is not of an installed package."""
+    """Tell whether a function uses a value with state (`captured_by`, `has_state`), or has a closure and is the user's.
+
+    A function is the user's if it does not belong to an installed package.
+    """
     # a call may replace any value in a closure, a counter for example
     has_own_closure = bool(function.__closure__) and not is_installed(function)
     return has_own_closure or any(has_state(value) for _, value in captured_by(function))
@@ -278,10 +282,10 @@ def _copy_captured(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _rebind_methods(duplicate: Any, memo: dict[int, Any]) -> Any:
-    """Replace bound methods among the attributes of all objects in the duplicate, in place, and return the duplicate.
+    """Give bound methods in the duplicate the copies of their functions, in place, and return the duplicate.
 
-    They get the copy of their function, if the memo has one: `deepcopy` copies only the object to which a method is
-    bound.
+    `deepcopy` copies only the object to which a method is bound. Methods in the `__dict__` of any object in the
+    duplicate are replaced, if the memo has a copy of their function; all others stay.
     """
     for holder in everything_in(duplicate):
         for name, value in list(getattr(holder, "__dict__", {}).items()):
@@ -309,7 +313,7 @@ def children(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the objects that a value holds directly, each as (name, object): attributes, slots, items, captured values.
 
     Plain values, tensors, classes and Python modules yield nothing. A function yields what it captures, a bound method
-    its object and its function.
+    its object and its function. A mapping yields its values, and not its keys.
     """
     if isinstance(value, (*_ATOMS, torch.Tensor, type, ModuleType)):
         return
@@ -370,8 +374,9 @@ def has_tensors(value: Any) -> bool:
 def has_state(value: Any) -> bool:
     """Tell whether two runs that share the value could affect each other.
 
-    That is so if it is a list, dict, set, deque, random generator or object of the user's, or if it reaches tensors. A
-    tuple, frozenset, bound method or partial has state if one of its parts, functions aside, has.
+    That is so if it is a list, dict, set, deque, SimpleNamespace or random generator, an instance of a class of the
+    user's that is not an Enum, or if `has_tensors` is true. A tuple, frozenset, bound method or partial has state if
+    one of its parts has; parts that are functions do not count.
     """
     if isinstance(value, (*_CONTAINERS, *_GENERATORS, SimpleNamespace)):
         return True
@@ -418,7 +423,7 @@ def used_globals(function: FunctionType) -> dict[str, Any]:
 
 
 def written_globals(function: FunctionType) -> set[str]:
-    """Return the names of the globals that a function or one within it assigns or deletes, if they exist or not."""
+    """Return the names of globals that a function or one within it assigns or deletes, whether they exist or not."""
     return set(_names(function.__code__, _WRITES))
 
 
@@ -430,9 +435,9 @@ def is_installed(function: FunctionType) -> bool:
 def shared_state(values: list[Any]) -> dict[str, torch.Tensor]:
     """Return the tensors, by name, that every copy of the values would share; `values` is everything a program reaches.
 
-    Classes and Python modules are never copied. So copies share the tensors in attributes of the user's classes, those
-    that their methods except `__init__` use as globals, and those that functions read as `other.tensor` from another
-    module of the user's. Of an `nn.Module` found there, the parameters count.
+    Classes and Python modules are never copied. So copies share the tensors in attributes of the values' own classes
+    (those of the user's), those that their methods except `__init__` use as globals, and those that functions among the
+    values read as `other.tensor` from another module of the user's. Of an `nn.Module` there, only parameters count.
     """
     shared: dict[str, torch.Tensor] = {}
     for kind in {kind for value in values for kind in type(value).__mro__ if not is_installed_class(kind)}:
@@ -466,7 +471,7 @@ def _state_of_other_modules(function: FunctionType) -> dict[str, torch.Tensor]:
 
 
 def _tensors_in(value: Any, name: str) -> dict[str, torch.Tensor]:
-    """Return the tensors that a value reaches, by names that begin with `name`; of an `nn.Module`, only parameters."""
+    """Return the tensors that a value reaches, by names that begin with `name`; if it is a module, only parameters."""
     if isinstance(value, torch.nn.Module):
         return {f"{name}.{inner}": parameter for inner, parameter in value.named_parameters()}
     tensors = (inner for inner in everything_in(value) if isinstance(inner, torch.Tensor))

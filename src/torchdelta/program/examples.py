@@ -35,7 +35,7 @@ MOST_ELEMENTS = 2**20
 def redraw(program: Program, *, seed: int) -> Iterator[Program]:
     """Yield up to `ATTEMPTS` programs with other input values of the same kind, each nearer to the given values.
 
-    Integers and booleans change only in the first. A draw that equals the given values is skipped. The inputs are
+    Integers and booleans change only in the first draw. A draw that equals the given values is skipped. The inputs are
     copies.
     """
     inputs = _inputs(program)
@@ -64,7 +64,7 @@ def resize_symbols(program: Program, symbols: Mapping[str, Sequence[Size | None]
 
     `symbols` has for each input tensor, by its path, the symbol of each axis, or None if its size is fixed. Sizes grow
     by one, double and shrink by one, first for all symbols at once and then for each alone, within the bounds of the
-    symbol. Sizes 0 and 1 stay. Each change is yielded as `_tries` does.
+    symbol. Sizes 0 and 1 stay. Each change is yielded twice, or skipped if a tensor would grow too large (`_tries`).
     """
     inputs = _inputs(program)
     known = {symbol.name: symbol for axes in symbols.values() for symbol in axes if symbol is not None}
@@ -92,7 +92,8 @@ def relayout(program: Program) -> Iterator[tuple[str, Program]]:
     """Yield the name of each layout in `LAYOUTS`, with the program in that layout; its input values are unchanged.
 
     A layout that changes no input's strides is left out. Nothing is yielded if inputs share memory. Subclasses, and
-    tensors with attributes or without a plain buffer, stay as they are.
+    tensors with attributes or without a plain buffer, stay as they are. An input that has the layout already may share
+    memory with the program's own.
     """
     inputs = _inputs(program)
     if are_shared(program):
@@ -176,7 +177,7 @@ def _sizes(inputs: Any) -> list[int]:
 
 
 def are_shared(program: Program) -> bool:
-    """Tell whether two different input tensors share memory; one tensor that is passed twice does not count."""
+    """Tell whether two different input tensors share a storage; one tensor that is passed twice does not count."""
     leaves = {id(leaf): leaf for leaf in tree_leaves(_inputs(program)) if isinstance(leaf, torch.Tensor)}
     keys = [key for leaf in leaves.values() if (key := tensors.storage_key(leaf))]
     return len(set(keys)) < len(keys)
@@ -253,7 +254,8 @@ def _draw(program: Program, inputs: Any, seed: int, *, nearness: int) -> Any:
     """Return a copy of the inputs with new values: random for nearness 0, and unchanged for `ATTEMPTS`.
 
     In between, each step of `nearness` halves the distance of floats to the given ones, and integers and booleans are
-    unchanged. Sorted integers are drawn sorted, and constants are varied a little.
+    unchanged. Sorted integers are drawn sorted, and constants are varied a little. Tensors without a plain buffer are
+    copied unchanged. ProgramError if the inputs cannot be copied.
     """
     drawn = copy_together(inputs, name=program.name)
     if nearness < ATTEMPTS:
@@ -280,8 +282,8 @@ def _draw(program: Program, inputs: Any, seed: int, *, nearness: int) -> Any:
 def _vary_constants(inputs: Any, drawn: Any, seed: int) -> None:
     """Change the drawn tensors that equal their inputs a little, in place: a constant has no range to draw from.
 
-    Booleans are negated, integers moved by one, downwards if they are positive, and floats get noise of a tenth of
-    their largest value, or of 0.1 if they are zeros. Others, such as a single float, stay.
+    Booleans are negated, and integers moved by one, downwards where they are positive. Floats get normal noise, whose
+    deviation is a tenth of their largest magnitude, or 0.1 if all are zeros. Others, such as a single float, stay.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

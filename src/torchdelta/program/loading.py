@@ -12,10 +12,10 @@ from torchdelta.records.recording import recording_of
 def load_program(spec: str) -> Program:
     """Return the program that a factory builds or a recording holds; `spec` names a factory or a recorded directory.
 
-    A factory is called without arguments. Raise UsageError if `spec` is not a name of that form, and ProgramError if it
-    cannot be loaded, raises, or does not return (callable, args) or (callable, args, kwargs) that fit. A recorded
-    directory is read by `recordings.read`, whose imports and compiler settings last; its errors are raised, and
-    ReportUnreadable for a directory without a record.
+    A factory is called without arguments. Raise UsageError if `spec` is not a name of that form or names something that
+    cannot be called. Raise ProgramError if the factory cannot be loaded, raises, or does not return (callable, args) or
+    (callable, args, kwargs) that fit. A recorded directory is read by `recordings.read`, whose imports and compiler
+    settings last; its errors are raised, and ReportUnreadable for a directory without a record.
     """
     if recording_of(spec) is not None:
         return recordings.read(spec)[0]
@@ -38,8 +38,9 @@ def import_program(spec: str) -> None:
     """Import the modules of a named program, but do not build it; of a recording, apply its compiler settings too.
 
     Settings that the modules make on import hold from then on, as in the user's own run. Raise UsageError if `spec` has
-    another form or a recording names code that is not trusted, ProgramError if a module does not import or has no such
-    factory, and ReportUnreadable if a directory has no readable record.
+    another form or names something that cannot be called, ProgramError if a module does not import or has no such
+    factory, and ReportUnreadable if a directory has no readable record. Of a recording, also raise what
+    `recordings.make_ready` raises.
     """
     recording = recording_of(spec)
     if recording is None:
@@ -51,8 +52,9 @@ def import_program(spec: str) -> None:
 def import_place(place: str) -> None:
     """Import a module by file or by name, or the modules that a recording needs if `place` is a recorded directory.
 
-    The compiler settings of a recording are applied too. Raise ProgramError if a module does not import,
-    ReportUnreadable if a directory has no readable record, and UsageError if that names code that is not trusted.
+    The compiler settings of a recording are applied too. Raise ProgramError if a module does not import, and
+    ReportUnreadable if a directory has no readable record. Of a recording, also raise what `recordings.make_ready`
+    raises.
     """
     recording = recording_of(place)
     if recording is None:

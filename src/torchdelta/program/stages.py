@@ -150,7 +150,10 @@ class _Observer:
         before_step: BeforeStep,
         uncompiled_scope: Scope,
     ) -> None:
-        """Keep the arguments of `observe`, copy the loss, and look up the original's inputs and state; run nothing."""
+        """Keep the arguments of `observe`, copy the loss, and look up inputs and state before the run; run nothing.
+
+        The inputs are those of the original. The state is that of the side's own start, or the original's without one.
+        """
         self.side = side
         self.plan = plan
         self.original = original
@@ -316,7 +319,8 @@ class _Observer:
     def _record_unregistered(self, stage: str, prefix: str, before: Leaves) -> None:
         """Record the unregistered state and plain inputs that are not as in `before`; list the rest in `untouched`.
 
-        Paths begin with `prefix`. `Container("nothing")` stands for state that was removed. Adds to `state_names`.
+        The state is that in `unregistered`, and is not read anew. Paths begin with `prefix`. State in `before` that was
+        removed is recorded as `Container("nothing")`. The names of attributes are added to `state_names`.
         """
         leaves, untouched = self._leaves(stage), self.observation.untouched.setdefault(stage, {})
         for path, leaf in self.unregistered.items():
@@ -369,7 +373,7 @@ class _Observer:
 
         Gradients of the tensors that `_trained` returns are cleared first. `is_differentiable` of the observation
         becomes whether the loss or a root requires grad; if not, no backward runs. Seed, `prefix` and the root's path
-        choose the cotangent. If user code raises, SideFailed names the `stage`.
+        choose the cotangent. If user code raises, or the loss is not a tensor, SideFailed names the `stage`.
         """
         for tensor in self._trained().values():
             tensor.grad = None
@@ -437,7 +441,8 @@ class _Observer:
 
         The first step uses the gradients of the last iteration, which are recorded here only if the stage `gradients`
         is not planned; after further inputs they are computed anew. `before_step` may change the gradients after they
-        are recorded. Nothing happens if no parameter requires grad.
+        are recorded. Unregistered state is recorded as it was after the last call, not after the step. Nothing happens
+        if no parameter requires grad.
         """
         parameters = self.side.state.parameters
         trained = {name: tensor for name, tensor in parameters.items() if tensor.requires_grad and tensor.is_leaf}
@@ -573,9 +578,10 @@ def _tensors_in(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _plain_leaves(values: Mapping[str, Any]) -> Leaves:
-    """Return the containers, plain values, NumPy arrays and generators within named values, by path; no tensors.
+    """Return the containers, plain values, NumPy arrays and generators within named values, by path.
 
     Of inputs, these may change too: a call may append to a list, for example. A generator is represented by its state.
+    Tensors are left out, except for the state of a torch generator.
     """
     leaves: Leaves = {}
     for name, value in values.items():
@@ -588,7 +594,7 @@ def _plain_leaves(values: Mapping[str, Any]) -> Leaves:
 
 
 def _is_equal(value: Any, original: Any) -> bool:
-    """Tell whether two leaves are of one class and equal; a NaN equals a NaN, and tensors have to be of one dtype."""
+    """Tell whether two leaves are of one class and equal; a NaN equals a NaN. Dtypes of tensors and arrays count."""
     if type(value) is not type(original):
         return False
     if isinstance(value, torch.Tensor):
@@ -600,7 +606,7 @@ def _is_equal(value: Any, original: Any) -> bool:
 
 
 def _aliases(outputs: Any, around: Mapping[str, torch.Tensor]) -> dict[str, frozenset[str]]:
-    """Return, for the path of each output tensor, the paths of all other tensors that share its memory.
+    """Return, for the path of each output tensor, the paths of all other tensors that share its storage.
 
     These are other outputs, and the inputs, parameters and buffers in `around`. The set is empty if there are none.
     """

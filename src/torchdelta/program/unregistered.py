@@ -74,7 +74,7 @@ class SharedState:
     def put_back(self) -> None:
         """Give the classes, globals, containers, random generators and closures back the values that they had.
 
-        Attributes that a class got since are deleted.
+        Attributes that a class got since are deleted, and so are remembered globals that did not exist then.
         """
         for holder, values in self.namespaces:
             now = vars(holder) if isinstance(holder, type) else holder
@@ -252,7 +252,8 @@ class _Walk:
     def _visit_module(self, place: _Place, module: torch.nn.Module) -> Iterator[_Place]:
         """Yield the attributes, submodules, hooks and unregistered tensors of a module, and the values of its class.
 
-        Attributes of the user's on registered tensors are yielded too. A module that was met before yields nothing.
+        Attributes of the user's on registered tensors are yielded too. Attributes that are caches (`is_cache`) are left
+        out. A module that was met before yields nothing.
         """
         if not self._is_new(module, place):
             return
@@ -440,7 +441,7 @@ def _large_leaves(value: Any) -> list[tuple[str, Any]]:
 
 
 def generator_state(value: Any) -> list[tuple[str, Any]] | None:
-    """Return the state of a random generator as leaves by step, or None for any other object."""
+    """Return the state of a random generator as (step, leaf) pairs, or None for any other object."""
     if isinstance(value, torch.Generator):
         return [("", value.get_state())]
     if isinstance(value, random.Random):
@@ -504,7 +505,7 @@ def _assign(holder: Any, name: str, value: Any) -> None:
 
 
 def _has_same_items(container: Any, before: Any) -> bool:
-    """Tell whether a container has the very objects in the order that it had; a set, in any order."""
+    """Tell whether a container has the very objects of `before` in their order; a set, equal items in any order."""
     if len(container) != len(before):
         return False
     if isinstance(container, dict):

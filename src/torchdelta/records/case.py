@@ -200,7 +200,7 @@ def name_of(thing: Any) -> str:
 def words_of(names: str | Sequence[str]) -> tuple[str, ...]:
     """Return the names in a sequence, or in a text that has them between commas.
 
-    Spaces around the names in a text, and empty names, are dropped.
+    In a text, spaces around names and empty names are dropped. A sequence becomes a tuple and is not changed otherwise.
     """
     return tuple(name.strip() for name in names.split(",") if name.strip()) if isinstance(names, str) else tuple(names)
 

@@ -162,7 +162,8 @@ def encode(value: Any) -> Any:
     """Return a record, or any value that a record holds, as JSON's own types.
 
     A record or mapping becomes a dict with text as keys, a tuple a list, an enum member its value. A float that is not
-    finite becomes its word, such as "nan"; a text that is such a word gets a backslash. Other values stay.
+    finite becomes its word, such as "nan"; a text that is such a word gets a backslash. Other values stay. Values
+    within a record, mapping, tuple or list are encoded too, at any depth; keys get no backslash.
     """
     if isinstance(value, enum.Enum):
         return value.value

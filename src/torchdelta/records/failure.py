@@ -41,8 +41,8 @@ def essence(message: str) -> str:
     """Return the part of a message that says what is wrong, as one line.
 
     That is what follows the first " error: " in its line, as a compiler prints it; or, if the first line ends in
-    `raised:`, the next line that is not empty; or else the first paragraph, without the dump of arguments that inductor
-    appends.
+    `raised:`, the next line that is not empty (that first line itself if none follows); or else the first paragraph,
+    its lines joined, up to the dump of arguments that inductor appends.
     """
     lines = [line.strip() for line in message.strip().splitlines()]
     if errors := [line.partition(" error: ")[2] for line in lines if " error: " in line]:

@@ -13,9 +13,10 @@ from typing import IO
 
 
 def open_locked(path: Path) -> IO[bytes] | None:
-    """Return the file, opened and locked, or None if it is locked already or was removed or replaced meanwhile.
+    """Return the file, opened and locked, or None if it cannot be locked or was removed or replaced meanwhile.
 
-    The file is made if it does not exist. Closing it ends the lock.
+    It cannot be locked if it is locked already. The file is made if it does not exist. Closing it ends the lock.
+    OSError if the file cannot be opened, for example because its directory does not exist.
     """
     file = path.open("ab")
     try:

@@ -21,9 +21,10 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028\u2029\u202
 
 
 def printable(value: Printable) -> Printable:
-    """Return a text, or a record, tuple, list or dict of texts, with control characters written as escapes.
+    """Return a text, or a record, tuple, list or dict, with control characters in its texts written as escapes.
 
-    Tab and line feed stay. A value without such characters, and any other object, is returned itself.
+    Texts are found at any depth, also as keys of a dict. Tab and line feed stay. A value without such characters, and
+    any other object (an enum member, for example), is returned itself. Nothing is changed in place.
     """
     result: Any = _escaped(value)
     return result  # type: ignore[no-any-return]

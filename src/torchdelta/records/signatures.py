@@ -34,7 +34,7 @@ def signatures_of(report: Report) -> tuple[Signature, ...]:
 
 
 def diverged_leaves(report: Report) -> tuple[tuple[Signature, str], ...]:
-    """Return (signature, path) of each leaf that diverged: the earliest stage first, and in a stage the worst leaf."""
+    """Return (signature, path) of each leaf that diverged: by stage, the earliest first, then the worst leaf first."""
     return tuple(
         (_describe(comparison, stage.name), comparison.path)
         for stage in report.stages

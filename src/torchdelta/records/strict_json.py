@@ -97,8 +97,8 @@ def write_json(path: Path, data: Any, *, indent: int | None = None) -> None:
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a new file and move it to `path`: a reader sees the old content or all of the new.
 
-    `write` gets the path of the new file, which does not exist yet. Errors are passed on; then the old content is still
-    there. A link at `path` is replaced, not followed.
+    `write` gets the path of the new file, which does not exist yet. Errors are passed on; then the new file is removed,
+    and the old content is still there. A link at `path` is replaced, not followed.
     """
     # not from `tempfile`, whose files are private: a report is as readable as any other file of the user
     unfinished = path.parent / f"{_UNFINISHED}{os.urandom(8).hex()}"

@@ -86,7 +86,8 @@ def _name_tensors_and_modules(graph_module: GraphModule, source: ProgramSource, 
 
     Parameters and buffers of a called module are added under its name (`linear.weight`). A tensor that is read at
     several paths is added once. Inner graphs are searched too, but get no name, because they become functions; other
-    attributes are skipped. Raise ReproUnwritable if a called module cannot be built.
+    attributes are skipped. With `keeps_names`, the modules above these paths are added too (`_holders`). Raise
+    ReproUnwritable if a called module cannot be built.
     """
     names = Names()
     known: dict[int, str] = {}

@@ -74,8 +74,9 @@ class ScriptImports:
     def of_module(self, module: str) -> tuple[str, ...]:
         """Return the lines that import a module, named by `package.module` or by a path to a `.py` file.
 
-        A line that extends `sys.path` comes first, unless the module is installed or has no source file. Files to copy
-        are added to `copies`. Raise ReproUnwritable for `__main__`, for a module that does not exist, for a file whose
+        A line that extends `sys.path` comes first, unless the module is installed or has no source file. A module that
+        was loaded from a file of another name is imported by the file's name, `as` its own. Files to copy are added to
+        `copies`. Raise ReproUnwritable for `__main__`, for a module that does not exist, for a file whose
         name cannot be that of a module, or is that of a standard module or of a name in the script, and if two copies
         would have one path.
         """

@@ -179,7 +179,7 @@ def _does(finding: Evidence, divergence: Divergence | None) -> str:
 
     Without a divergence, it says how the candidate failed (`raises RuntimeError`, `does not end`). Otherwise it says
     which values, or which trait of them, differ from eager PyTorch: gradients, outputs, or values in its inputs,
-    buffers or state. If eager PyTorch raised, it says that the candidate does not raise the same.
+    buffers or state. If the exceptions of the two sides differ, it says that the candidate does not raise the same.
     """
     failure = finding.report.failure
     if divergence is None:

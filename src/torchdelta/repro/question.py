@@ -115,7 +115,8 @@ class GraphQuestion(Question):
 
         `path` is the script's path, to which its imports are relative; no file is written. Without `data`, random
         numbers replace the user's values. If the divergence shows in float64 only, the attribute `finding` is a copy in
-        float64. Raise UsageError if an expression of `inputs_from` is used and gives other values than the input has.
+        float64. Raise UsageError if an expression of `inputs_from` is used and gives other values than the input has;
+        what `write_transform` raises passes through.
         """
         if finding.case.loss is not None:
             raise ReproUnwritable(
@@ -157,7 +158,8 @@ class GraphQuestion(Question):
     def _state_expressions(self) -> Iterator[tuple[str, str]]:
         """Yield the path in the graph module of each tensor and called module, with the script's expression for it.
 
-        The expression begins with `call`, the script's name for the program or candidate.
+        The expression begins with `call`, the script's name for the program or candidate. It reads an attribute, or
+        calls `get_parameter` or `get_buffer` if the candidate is a new module.
         """
         for path, name in self.program.paths.items():
             if not self.applied.is_rebuilt:
@@ -230,7 +232,10 @@ def _in_float64(finding: Finding) -> Finding:
 
 
 def _names_narrow(graph_module: GraphModule) -> bool:
-    """Tell whether an argument of a node, or an item of one, is a dtype that lifting to float64 would widen."""
+    """Tell whether an argument of a node is or has a dtype that lifting to float64 would widen.
+
+    Lists and tuples are searched at any depth; dicts, slices and inner graphs are not.
+    """
 
     def flatten(values: Any) -> Iterator[Any]:
         """Yield a value, or the items of a list or tuple at any depth."""
@@ -248,7 +253,10 @@ def _names_narrow(graph_module: GraphModule) -> bool:
 
 
 def _refuse_shared(inputs: dict[str, torch.Tensor], state: dict[str, torch.Tensor]) -> None:
-    """Raise ReproUnwritable if an input shares memory with a tensor of the graph; both are given by name."""
+    """Raise ReproUnwritable if an input shares memory with a tensor of the graph's state; both are given by name.
+
+    Empty inputs, and tensors of another layout than strided, are not looked at.
+    """
     strided = {name: tensor for name, tensor in inputs.items() if tensor.layout is torch.strided}
     memory = {tensor.untyped_storage().data_ptr(): name for name, tensor in strided.items() if tensor.numel()}
     for name, tensor in state.items():
@@ -388,8 +396,9 @@ def ask_contract(divergence: Divergence, sides: ScriptSides, around: Mapping[str
 def ask_exception(failure: Failure, sides: ScriptSides) -> ScriptMain:
     """Return the source of a `main` that tells whether the candidate still raises this exception.
 
-    It is the same one if its type has the same name and its message has the piece that `key_of` returns. The script
-    runs the reference first, and lets any other exception through, so that it exits with 2.
+    It is the same one if its type has the same name and its message, with any white space as one space, has the piece
+    that `key_of` returns; if that is empty, the type alone counts. The script runs the reference first, and lets any
+    other exception through, so that it exits with 2.
     """
     name, key = failure.type.rpartition(".")[2], " ".join(key_of(failure).split())
     # a message may be wrapped otherwise
@@ -415,8 +424,8 @@ def ask_child(failure: Failure, sides: ScriptSides, *, deadline_s: float, memory
 
     By the failure's kind: the child prints without end, takes longer than `deadline_s`, dies of the signal, exits with
     the status, or runs out of memory if allowed `memory_bytes` more than it starts with. The parent runs the reference
-    first. The script raises if the child fails in another way, unless the bug is endless output. Raise ReproUnwritable
-    for any other kind of failure.
+    first. The script raises if the child fails in another way, and also, except for a timeout, if it takes longer than
+    `deadline_s`; for endless output neither is looked at. Raise ReproUnwritable for any other kind of failure.
     """
     start = "[sys.executable, __file__, CHILD]"
     run: tuple[str, ...] = (sides.candidate,)

@@ -55,7 +55,8 @@ def write(finding: Evidence, path: Path, *, data: bool = True, under: str | None
     The result also tells whether they have the user's values. Existing files are overwritten. Without `data`, random
     numbers replace the user's values. With `under`, the script and its `.pt` file get that name in the directory of
     `path`, and the caller moves them later; copies and imports are those of a script at `path`. The directory is made
-    if it is missing. Raise ReproUnwritable if no script of torch alone can show the finding.
+    if it is missing. Raise ReproUnwritable if no script of torch alone can show the finding; what `GraphQuestion` or
+    `ProgramQuestion` raises passes through.
     """
     path = Path(path)
     question = question_of(finding, path, data=data)

@@ -105,8 +105,10 @@ def _fx_pass(case: Case, imports: ScriptImports) -> TransformSource:
     """Return the source that imports a user's pass and applies it to the graph that the option `graph` names.
 
     The case's transform names the pass, which is loaded here to see which arguments it takes. The script runs it as a
-    backend of `torch.compile`, or on the module that `torch.export` or `torch.fx.symbolic_trace` makes. Raise
-    ReproUnwritable if there is no such file or module, and UsageError or ProgramError if the pass cannot be loaded.
+    backend of `torch.compile` (for `dynamo`, the default, and `aten`), or on the module that `torch.export` or
+    `torch.fx.symbolic_trace` makes; for these two, the other options are not used. Files to copy are added to
+    `imports`. Raise ReproUnwritable if there is no such file or module, and UsageError or ProgramError if the pass
+    cannot be loaded.
     """
     imported = imports.of_object(case.transform)
     options = dict(case.options)

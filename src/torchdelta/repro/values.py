@@ -56,9 +56,10 @@ def write_tensors(
     """Return the source text of named tensors: statements, an expression for each, and tensors for a file beside it.
 
     `recipes` has expressions that give the values of some of them, by name; that of a tensor which shares its storage
-    with another is not used. Large, sparse and subclassed tensors go to the file, as copies. Without `data`, nothing
-    goes there, and random numbers replace all values but those of a used recipe and memory of zeros or of ones alone.
-    Raise ReproUnwritable if a tensor has no source, and UsageError if a recipe that is used gives other values.
+    with another is not used. Large tensors whose elements are not all equal, and sparse, subclassed and lazily negated
+    ones, go to the file, as copies. Without `data`, nothing goes there, and random numbers replace all values but those
+    of a used recipe and memory of zeros or of ones alone. Raise ReproUnwritable if a tensor has no source, and
+    UsageError if a recipe that is used gives other values.
     """
     source = TensorSource()
     if not data and any(not is_trivial(tensor) for tensor in tensors.values()):
@@ -119,8 +120,9 @@ def _write_one(name: str, tensor: torch.Tensor, recipe: str | None, data: bool, 
 def _write_shared(shared: Mapping[str, torch.Tensor], data: bool, source: TensorSource) -> None:
     """Add a piece of memory to the setup of `source`, and each tensor of the group to its expressions, as a view of it.
 
-    `shared` has tensors of one storage by name. Large memory is saved to the file, unless random numbers replace it
-    because there is no `data`. Raise ReproUnwritable if the tensors have several dtypes, or if one is a lazy negation.
+    `shared` has tensors of one storage by name; if it is a single one, its expression lacks the code of `_add_kind`.
+    Large memory of unequal elements is saved to the file, unless random numbers replace it because there is no `data`.
+    Raise ReproUnwritable if the tensors have several dtypes, or if there are several and one is a lazy negation.
     """
     names = ", ".join(shared)
     if len({tensor.dtype for tensor in shared.values()}) > 1:
@@ -456,7 +458,7 @@ def write_callable(target: Any, imports: set[str] | None = None) -> str:
     """Return a script's expression for a callable, which is found by its name and not copied.
 
     It is `torch.ops.…` for an operator, the name alone for a builtin, and otherwise `module.name`. The module of a
-    function is added to `imports`, if that is given, unless it is `builtins` or its name begins with `torch`. Raise
+    function is added to `imports`, if that is given, unless it is `builtins`, `torch` or a submodule of torch. Raise
     ReproUnwritable if the callable cannot be found by a name.
     """
     name = getattr(target, "__name__", "")

@@ -82,7 +82,8 @@ class ProgramQuestion(Question):
     def __init__(self, finding: ProgramFinding, path: Path) -> None:
         """Write the parts of the script; raise ReproUnwritable if no script can show the finding.
 
-        `path` is the script's path, to which its imports are relative; no file is written.
+        `path` is the script's path, to which its imports are relative; no file is written. What `write_transform`
+        raises passes through.
         """
         if finding.case.loss is not None:
             raise ReproUnwritable(f"the gradients are those of {finding.case.loss}: make that a part of the program")

@@ -124,8 +124,9 @@ class Capture:
     def _load(self, leaves: Leaves) -> Leaves:
         """Return the leaves with a tensor, read from its file, in the place of each `StoredTensor`.
 
-        Without any, `leaves` itself is returned. Leaves of one call that were views of one storage share it again.
-        Raise ReportUnreadable if a tensor cannot be read, and EnvironmentUnfit if this machine lacks its device.
+        Without any, or if the capture is in memory, `leaves` itself is returned. Leaves of one call that were views of
+        one storage share it again. Raise ReportUnreadable if a tensor cannot be read, and EnvironmentUnfit if this
+        machine lacks its device.
         """
         rows: dict[int, list[int]] = {}
         for leaf in leaves.values():

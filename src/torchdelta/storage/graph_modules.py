@@ -41,6 +41,7 @@ class ModuleWriter:
     """Collects the rows of modules, each module once."""
 
     def __init__(self, tensors: TensorWriter) -> None:
+        """Start with an empty table; tensors of the modules will be added to `tensors`."""
         self.records: list[dict[str, Any]] = []
         self._tensors = tensors
         self._rows: dict[int, int] = {}

@@ -50,8 +50,9 @@ _FORMAT = FileFormat(kind="graph", version=1, remedy="write the graph again")
 def write_graph(graph_module: GraphModule, path: str | os.PathLike[str]) -> None:
     """Write a graph with its tensors: JSON to the path, and the tensors to `<path>.safetensors` beside it.
 
-    Entries of a node's `meta` that cannot be written are left out. Raise UsageError if it is not a graph or something
-    else in it cannot be written, before any file is touched, or if a file cannot be written.
+    Entries of a node's `meta` that cannot be written are left out. Raise UsageError, before any file is touched, if
+    `graph_module` is not a graph or anything else in it cannot be written. Raise UsageError too if a file cannot be
+    written.
     """
     if not isinstance(graph_module, GraphModule):
         raise UsageError(f"{type(graph_module).__name__} is not a graph: trace it, or take the `module()` of an export")

@@ -154,7 +154,8 @@ class RunDirectory:
     def _move_away(self, paths: list[Path]) -> None:
         """Move results and `run.json`, the last of `paths`, to a new directory `earlier-N`, and set `notes` to say so.
 
-        If `run.json` is the only one, it is removed instead. UsageError if they cannot be moved.
+        If `run.json` is the only one, it is removed instead, and `notes` stays as it is. UsageError if they cannot be
+        moved; OSError if `run.json` cannot be removed.
         """
         *results, run = paths
         if not results:

@@ -75,7 +75,7 @@ class TransformedSide:
         """Return the side as a transformed one, with a witness that counts each of its calls as transformed.
 
         The witness starts with `captured`, the number of graphs, and with `changes`: for each graph, whether a pass
-        changed it. None or an empty list means that it does not matter.
+        changed it. None or an empty list means that it does not matter; what is added to an empty list later is lost.
         """
         witness = Witness(captured=captured, changes=changes or [])
         return cls(side=replace(side, call=counted(side.call, witness)), witness=witness)

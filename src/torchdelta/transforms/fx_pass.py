@@ -86,7 +86,8 @@ class FxPass(Transform):
         The `seam` gets each graph before the pass. As a backend of torch.compile the pass runs when the side is first
         called, and the keywords are as in `Compiler.apply`. On one graph it runs at once, and `draws_random` and
         `lifted` are not used. UsageError or ProgramError if a named pass cannot be loaded; UsageError if
-        `symbolic_trace` cannot trace the side. On one graph, exceptions of export and of the pass pass through.
+        `symbolic_trace` cannot trace the side. On one graph, exceptions of export and of the pass pass through. Unless
+        `lifted`, `has_float64` is reset first.
         """
         self.has_float64 &= lifted  # a native run finds out anew
         _ = self.function  # loaded here, because inside of a compiler its error would be the compiler's
@@ -138,12 +139,14 @@ class FxPass(Transform):
         `changes` gets an entry for each graph: whether the pass made another graph of it, or something else than a
         graph. It stays empty if the user accepts that nothing changed. If `lifted`, the program is in float64: casts of
         the pass to float32, with which it widens a narrow program, then widen to float64. Natively, they stay as they
-        are, and so they do in float64 if the native program has float64 itself.
+        are, and so they do in float64 if `has_float64` is set. A native call sets it if the graph or its inputs have
+        values in float64.
         """
         if not lifted and _has_float64(module, inputs):
             self.has_float64 = True
 
         def make(graph: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+            """Run the pass and return its callable; if it must change graphs, add to `changes` whether it did."""
             before = content_key(graph) if self.must_change else None
             own = frozenset(node.name for node in every_node(graph))
             call = run_pass(self.function, graph, example_inputs)

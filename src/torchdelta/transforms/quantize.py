@@ -302,9 +302,9 @@ def for_inference(call: Callable[..., Any]) -> Callable[..., Any]:
 def _share_handles_with_new_nodes(converted: GraphModule) -> None:
     """Give nodes that quantizing added the handles of the nodes that they were added for, so that they are matched.
 
-    A quantizing node without handles gets those of its reader if it has only one. Then its sources without handles,
-    such as scales and zero points but not placeholders, get those of the quantizing node. Nodes with handles keep
-    theirs.
+    A quantizing node without handles gets those of its reader, if it has only one and that is not the output. Then its
+    sources without handles, such as scales and zero points but not placeholders, get those of the quantizing node.
+    Nodes with handles keep theirs.
     """
     quantizing = [node for node in handles.handled_nodes(converted) if handles.is_quantizing(node)]
     for node in reversed(quantizing):

@@ -100,9 +100,11 @@ class OtherModule(Transform):
         """Yield a side that runs the module, built anew with the reference's state, on the inputs of this one.
 
         If the factory returns a tuple, its first item is the module; another callable than a module gets no state. A
-        copy of the module runs, or the module itself if it cannot be copied. ProgramError if the factory or the mapping
-        of the state raises, or if the program is not a module or its state dict does not fit. If `lifted`, the copy is
-        in float64; TypeError if torch.compile made the module. `draws_random` and `seam` are not used.
+        copy of the module runs, or the module itself if it cannot be copied. UsageError or ProgramError if the factory
+        cannot be loaded. ProgramError if the factory or the mapping of the state raises, or if state is to be loaded
+        and the program is not a module or its state dict does not fit. If `lifted`, the copy is in float64; then also
+        ProgramError if the module cannot be copied, and TypeError if torch.compile made it. `draws_random` and `seam`
+        are not used.
         """
         factory = self.factory
         try:

@@ -53,7 +53,8 @@ def intercepting(seam: Seam, *, decompose: bool = True, compile_graphs: bool = T
     """Hand each graph that AOTAutograd makes for a backend to the seam, while the context is open.
 
     Yield an `Interception`, which records what passed. The seam gets forward, backward and inference graphs. Without
-    `decompose` the backend's own decompositions are left out; without `compile_graphs` its graphs run uncompiled.
+    `decompose` the backend's own decompositions are recorded, but not applied; without `compile_graphs` its graphs run
+    uncompiled.
     AOTAutograd's cache is off in this thread meanwhile, because a graph from it is not handed over.
     """
     stock = vars(common)["aot_module_simplified"]

@@ -56,7 +56,7 @@ class AotTrace:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the first earlier trace that fits the call, or a new one, and return the result; count the call.
 
-        A new trace is kept for later calls.
+        A new trace is kept for later calls, unless its first run raises; what the run raises passes through.
         """
         names, state = _state_of(self.call)
         leaves, spec = tree_flatten((args, kwargs))
@@ -169,7 +169,7 @@ class _Trace:
 
         `inputs` are the tensors, `plain` the other arguments, `spec` their structure. Structure, plain values, dtypes,
         `requires_grad`, sharing of memory, shapes and strides have to be the same; a dynamic trace asks its guards
-        instead of comparing shapes and strides.
+        instead of comparing shapes and strides. Devices, grad mode and autocast are not compared.
         """
         if spec != self.spec or not _are_same(plain, self.plain) or _sharing(inputs) != self.sharing:
             return False

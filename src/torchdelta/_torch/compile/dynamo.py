@@ -121,6 +121,7 @@ def mode_config(mode: str, *, dynamic: bool | None) -> dict[str, Any]:
 def config_of(*, mode: str | None = None, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the inductor settings, by name, that a mode and options of torch.compile stand for; the options win.
 
+    A hyphen in the name of an option stands for an underscore. Without mode and options, the result is empty.
     UsageError if the mode or an option is unknown, or a value has a wrong type.
     """
     settings = {name.replace("-", "_"): value for name, value in (options or {}).items()}
@@ -245,7 +246,8 @@ def origin_of(backend: str | Backend) -> GraphOrigin:
     """Return the backend without the wrappers of torch.compile, its name, and the settings that were passed with it.
 
     A text is the name of a registered backend, without settings: UsageError if there is none. Any other backend is
-    named by its `compiler_name`, or `inductor` if it is that, or else by its function or class.
+    named by its `compiler_name`, or `inductor` if it is that, or else by its function or class. If several wrappers
+    have the same setting, the value of the innermost counts.
     """
     if isinstance(backend, str):
         return GraphOrigin(backend=backend_named(backend), name=backend, config={})

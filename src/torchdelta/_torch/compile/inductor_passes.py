@@ -177,7 +177,10 @@ class _PassRecorder:
 
         @functools.wraps(stock)
         def watched(gm: GraphModule, *args: Any, **kwargs: Any) -> Any:
-            """Run the phase on a graph and return its result; its chain goes to `done`, that of an inner graph not."""
+            """Run the phase on a graph and return its result; pass the chain of the graph to `done`.
+
+            An inner graph has no chain: the chain of the outer one gets a version if the graph was changed.
+            """
             # an inner graph is part of the outer one's chain
             if self.chains and self.chains[-1].phase == phase:
                 result = stock(gm, *args, **kwargs)
@@ -219,6 +222,7 @@ class _PassRecorder:
 
             @functools.wraps(stock[name])
             def apply(observer: Any, pass_fn: Any) -> Any:
+                """Apply a function by torch's method and return its result; `functions` has the function meanwhile."""
                 self.functions[id(observer)] = pass_fn
                 try:
                     return stock[name](observer, pass_fn)
@@ -233,8 +237,9 @@ class _PassRecorder:
     def _enter(self, observer: Any) -> None:
         """Note that a pass begins, and add a version of the graph to the chain if it was changed before the pass.
 
-        `observer` is torch's observer of the pass; if its graph is not part of the chain's, it replaces that. Only a
-        pass outside of any other is counted. Outside of a phase only the name is noted.
+        `observer` is torch's observer of the pass. If its graph is neither the chain's module nor inside of that, it
+        becomes the chain's module. Only a pass outside of any other is counted. Outside of a phase only the name of the
+        pass is noted.
         """
         name = _name_of(observer, self.functions.get(id(observer)))
         self.names.append(name)
@@ -257,7 +262,8 @@ class _PassRecorder:
     def _look(self, name: str) -> None:
         """Add a version to the innermost chain if its graph was changed; do nothing outside of a phase.
 
-        The version has this name, or if that is empty, the names of the passes that are running.
+        The version has this name. If that is empty, it has the names of the passes that are running, or if none is,
+        `what comes between two passes`.
         """
         if self.chains:
             self.chains[-1].look(name or " > ".join(self.names) or "what comes between two passes")

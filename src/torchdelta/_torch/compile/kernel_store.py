@@ -59,8 +59,9 @@ def directory_of_kernels() -> Path:
 def share(directory: Path) -> None:
     """Let this process take compiled kernels from a directory, and keep there what it compiles.
 
-    The directory is made if it is missing. Nothing is shared on other systems than Linux, if the directory cannot be
-    made, or if it or its parent is not private (`is_private`).
+    The directory is made if it is missing, and inductor's function that runs g++ is replaced. Nothing is shared or
+    replaced on other systems than Linux, if the directory cannot be made, or if it or its parent is not private
+    (`is_private`).
     """
     with suppress(OSError):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -90,7 +91,8 @@ class Compilation:
     def of(cls, command: str) -> Compilation | None:
         """Return the call that a command line makes, or None if its result is not a library or an object file.
 
-        None too if it compiles several sources at once.
+        None too if it does not name exactly one result by `-o`, names no source, or compiles several sources at once.
+        Object files are sources too, and any number of them may be linked.
         """
         words = shlex.split(command)
         if words.count("-o") != 1 or words[-1] == "-o":

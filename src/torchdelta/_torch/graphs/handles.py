@@ -137,9 +137,10 @@ def _quantizing_operator(node: Node) -> str:
 
 
 def observed_handles(prepared: GraphModule) -> dict[str, frozenset[int]]:
-    """Return the handles of every observer in a graph by the name of its node.
+    """Return the handles of every observer in a graph, nested graphs included, by the name of the observer's node.
 
-    It is called before a conversion, which replaces the observers.
+    They are empty if neither it nor the node that it observes has any. It is called before a conversion, which replaces
+    the observers.
     """
     return {node.name: handles_of(node) for node in handled_nodes(prepared) if is_observer(node)}
 

@@ -23,10 +23,10 @@ _PURE_MODULES = ("torch", "_operator", "operator", "builtins", "math")
 
 
 class ObservingInterpreter(Interpreter):
-    """Interprets a graph: calls `before_write` with the tensors that a node may write to, and `after_node` with
-    its name and value.
+    """Interprets a graph, and calls `before_write` before each node runs, and `after_node` after it.
 
-    The graphs that it calls and the branch that a `cond` takes are interpreted too, with the name of their graph as a
+    The first gets the tensors that the node may write to, the second the node's name and value. The graphs that the
+    interpreted one calls and the branch that a `cond` takes are interpreted too, with the name of their graph as a
     prefix. Other operators that run graphs inside, which are not observed, are added to `unlogged` by node name.
     """
 

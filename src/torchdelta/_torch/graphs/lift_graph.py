@@ -50,8 +50,9 @@ def lift_upcasts(graph_module: GraphModule, keep: frozenset[str] = frozenset()) 
     """Let casts to float32 and dtype arguments that name it name float64 instead, in place; return the same module.
 
     A pass that computes a part of a narrow program in float32, and finds that program in float64, would narrow it.
-    Nodes whose name is in `keep`, which are the program's own, stay, and so do dtypes below float32, attributes and
-    constants.
+    Nodes whose name is in `keep`, which are the program's own, stay, and so do dtypes below float32, attributes, and
+    calls that read no other node, which make constants. Graphs inside of the graph are rewritten too; all are
+    recompiled.
     """
     for module in graph_module.modules():
         if isinstance(module, GraphModule):

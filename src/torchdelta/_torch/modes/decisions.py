@@ -176,7 +176,10 @@ class Choice:
         return self.dim if self.dim is not None and self.indices.dim() == self.values.dim() > 0 else None
 
     def has_values_at(self, indices: torch.Tensor) -> bool:
-        """Tell whether all indices are those of values: the choice may be among fewer than another run's."""
+        """Tell whether every index is valid here, because those of another run may be of more values; True if none.
+
+        Valid are the indices from 0 below the number of values that the choice is among.
+        """
         count = self.values.numel() if self.dim is None or not self.values.dim() else self.values.shape[self.dim]
         return not indices.numel() or (int(indices.min()) >= 0 and int(indices.max()) < count)
 
@@ -274,12 +277,12 @@ class DecisionReplay(OperationMode):
     """Makes the choices of a program as they were recorded, in the same order; choices beyond the record are free.
 
     With a `unit` of rounding, recorded indices are taken only where their present values are within rounding of those
-    that the program would choose. Without, they are forced, whatever the values are. A choice whose indices have
-    another shape than the recorded ones is free too.
+    that the program would choose. Without, they are forced, whatever the values are. A choice is free too if its
+    indices have another shape than the recorded ones, or if a recorded index is beyond its values.
     """
 
     def __init__(self, recorded: Iterable[torch.Tensor], *, unit: float | None = None) -> None:
-        """Begin at the first of the `recorded` indices, which has those of one choice each.
+        """Begin at the first entry of `recorded`, which has one tensor of indices for each choice, in order.
 
         `unit` is the relative unit of rounding; with None, recorded indices are forced.
         """
@@ -294,7 +297,7 @@ class DecisionReplay(OperationMode):
 
         If the choice returns values too, they are the present ones at those indices. With a `unit`, only indices within
         rounding are replaced. Each choice takes one entry off the record. Its own result is returned if the record has
-        ended or the shapes differ.
+        ended, the shapes differ, or one of the recorded indices is beyond the values.
         """
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
@@ -310,9 +313,9 @@ class DecisionReplay(OperationMode):
     def _replay_close(self, choice: Choice, recorded: torch.Tensor, unit: float) -> torch.Tensor:
         """Return the recorded indices where their values are within rounding of the chosen ones, else the choice's own.
 
-        Within rounding is a distance of up to `NEAR` times `unit` times the absolute value of the two, or of the row's
-        median if that is larger; infinities count as 0. A row of several indices is replayed as a whole or not at all.
-        The indices that are changed are added to `count`.
+        Within rounding is a distance of up to `NEAR` times `unit` times the largest of three sizes: the absolute values
+        of the two, and the median of those of the row. One that is not finite counts as 0. A row of several indices is
+        replayed as a whole or not at all. The number of indices that are changed is added to `count`.
         """
         values, indices, dim = choice.values, choice.indices, choice.dim
         if not indices.numel():
@@ -354,8 +357,9 @@ class MarginWatch(OperationMode):
         """Run one operation, keep the margins of its decided output if they are known, and return its result.
 
         The decided output is the first tensor that is not of floats, or the result of a rounding, or whole floats that
-        are computed from operands with margins. An operation of `_DECIDERS` on floats gives new margins, except for a
-        cast of a decided value. Others hand on those of their operands: see `_moved_margins`.
+        are computed from operands with margins. An operation of `_DECIDERS` whose first tensor is of floats gives new
+        margins, except for a cast of a decided value. Others hand on the smallest of those of their operands, with the
+        name of the first; nothing is kept if one of them is not known any more: see `_moved_margins`.
         """
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
@@ -432,8 +436,9 @@ def _moved_margins(
 ) -> torch.Tensor | None:
     """Return the margins of a call's result, given those of one decided operand; None if they are not known.
 
-    They are known for a view, a move (`_MOVES`), a pointwise operation and a cast. Those of a pointwise operation may
-    have to be broadcast. Of a sum they are not: how far it moves depends on how many elements are near their edge.
+    They are known for a view, a move (`_MOVES`), a pointwise operation and a cast. A view or move is run on `margins`
+    in place of its first argument; otherwise `margins` themselves are returned, which may have to be broadcast. Of a
+    sum they are not known: how far it moves depends on how many elements are near their edge.
     """
     if func.is_view or func in _MOVES:
         moved: torch.Tensor = func(margins, *args[1:], **kwargs)

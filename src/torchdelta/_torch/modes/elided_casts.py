@@ -53,6 +53,7 @@ class Elide(OperationMode):
     """While active, pointwise operations and reductions read values as they were before a narrowing cast."""
 
     def __init__(self) -> None:
+        """Begin without elided casts and without values from before a cast."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.elided: set[str] = set()
         """The source line and the dtype of each cast that was elided."""

@@ -91,8 +91,8 @@ def is_beside(output: torch.Tensor, wide: Any) -> bool:
 def compiled_loops(tensor: torch.Tensor) -> ModuleType | None:
     """Return the compiled loops of `numba_rounding` if they serve a tensor, or None if torch does.
 
-    They serve float32 on the CPU. Loading numba takes as long as thousands of small operations, so a small tensor does
-    not load it. None too if numba is missing.
+    They serve strided float32 on the CPU. Loading numba takes as long as thousands of small operations, so a tensor of
+    less than `_LARGE` elements gets None unless the loops are loaded already. None too if numba is missing.
     """
     if tensor.dtype is not torch.float32 or not tensor.is_cpu or tensor.layout is not torch.strided:
         return None
@@ -160,7 +160,7 @@ def _may_be_exact(name: str, args: tuple[Any, ...]) -> bool:
 
     An element is a sum over a row of one operand and a column of the other. If both have an element of many digits, the
     sum is rounded. So a row or column of short elements that are not all zero is needed: a one-hot row that selects,
-    whole numbers. Operands of less than float32 have too few digits to tell.
+    whole numbers. True too if an operand is not strided float32: lower dtypes have too few digits to tell.
     """
     for position, dims in _PRODUCTS[name]:
         operand = args[position]

@@ -70,8 +70,9 @@ class Lift(OperationMode):
 
         Dtypes that the call names, and operands of lower dtypes, are lifted; operands of an operation that writes to
         any of them are not. Integers become float64 if the result would be a lower float. Random numbers, dropout masks
-        and constants keep the program's rounding; a constant whose elements are computed, as by linspace, does not. An
-        operation that fails in float64 runs natively: see `_run_native`.
+        and constants keep the program's rounding; a constant whose elements are computed, as by linspace, does not.
+        Some views as another dtype read the native bits: see `_view_bits`. An operation that fails in float64 runs
+        natively: see `_run_native`.
         """
         kwargs = dict(kwargs or {})
         name = func._schema.name.partition("::")[2]
@@ -131,9 +132,10 @@ class Lift(OperationMode):
     def _view_bits(self, func: Callable[..., Any], tensor: torch.Tensor, dtype: Any) -> torch.Tensor | None:
         """Read the bits of a tensor as another dtype, as the program does natively, and return the result in float64.
 
-        Bits of float64 would mean nothing to the program. `BITS` is added to `unlifted`. Return None for a view of
-        another shape, for one that is the same in float64, and where the program itself is in float64: it reads as
-        many bits at once.
+        Bits of float64 would mean nothing to the program. `BITS` is added to `unlifted`. Return None, and add nothing,
+        for a view of another shape, for one as a dtype that the lifted tensor has already, and if `drawn_in` is not a
+        lower dtype. None too if `dtype` is not a lower one, and has eight bytes or the tensor is not of floats: such
+        bits are the same in float64.
         """
         if not isinstance(dtype, torch.dtype) or widened(dtype) is tensor.dtype or self.drawn_in not in _WIDE:
             return None

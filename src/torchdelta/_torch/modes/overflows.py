@@ -31,7 +31,7 @@ class Overflows(OperationMode):
 
         It overflows if it has float operands, all of them are finite, and a result is not, although all results are
         finite in float64. An operation that writes to its operands cannot be repeated in float64, and counts as an
-        overflow without that test.
+        overflow without that test. The dtype is that of the first result that is not finite.
         """
         kwargs = kwargs or {}
         # before the operation runs, which may write to them

@@ -195,7 +195,7 @@ def _arguments(
 
 
 def _undeclared_aliases(func: OpOverload, arguments: Mapping[str, tuple[Any, Any]], returned: Any) -> Iterator[str]:
-    """Yield a sentence for each result that shares memory with an argument or another result without declaring it.
+    """Yield a sentence each time a result shares memory with an argument or earlier result without declaring it.
 
     `arguments` has the declaration and the value of each argument by its name. A result with an alias annotation may
     share memory with earlier results, and with the arguments that `_may_alias` allows.

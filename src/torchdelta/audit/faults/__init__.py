@@ -65,6 +65,6 @@ def plant(
 def eligible_places(kind: str, graph_module: GraphModule) -> tuple[Place, ...]:
     """Return every place in an exported program at which a fault of that kind can be planted; empty if there is none.
 
-    Raise UsageError if the kind is unknown.
+    Nodes that no output and no change of state depends on are left out. Raise UsageError if the kind is unknown.
     """
     return base.eligible_places(FAULTS.get(kind), graph_module)

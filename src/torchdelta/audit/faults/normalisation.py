@@ -36,7 +36,7 @@ def layer_norm_variant(
     """Return a layer norm, in the dtype of `x`, whose variance divides by n - `correction`.
 
     `eps` is added to the variance, or to the standard deviation if `adds_to_deviation`. Half precision is computed in
-    float32, as the operator does.
+    float32, as the operator does. `cudnn_enable` is ignored.
     """
     # the operator computes half precision in float32: doing less would be another fault
     wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x

@@ -55,7 +55,7 @@ def matmul_in_low_precision(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def addmm_in_low_precision(
     bias: torch.Tensor, x: torch.Tensor, y: torch.Tensor, *, beta: float = 1, alpha: float = 1
 ) -> torch.Tensor:
-    """Return the sum of a bias and the product by `matmul_in_low_precision`."""
+    """Return `beta` times a bias plus `alpha` times the product of `x` and `y` by `matmul_in_low_precision`."""
     return beta * bias + alpha * matmul_in_low_precision(x, y)
 
 

@@ -31,7 +31,8 @@ SMALL_GRAPH = 3
 def widen_from_culprit(search: Search) -> Proposals:
     """Propose to keep only a culprit and its neighbours, for each culprit and each radius, smallest radius first.
 
-    The first accepted edit ends it. A region of the whole graph is not proposed.
+    The first accepted edit ends it. A culprit that is not a node of the subject is skipped. A region of the whole graph
+    is not proposed: the next culprit follows.
     """
     subject = search.subject
     names = {node.name for node in subject.nodes}
@@ -63,10 +64,10 @@ def _neighbourhood(subject: Subject, culprit: str, radius: int) -> list[str]:
 def isolate_operations(search: Search) -> Proposals:
     """Propose to isolate one operation of each kind, or if that is refused all operations, then narrow down to one.
 
-    Isolated operations read the reference's values instead of each other's, and are returned. Only operations that
-    compute a tensor are isolated. The first edit also drops gradients if the failure is in forward. Of one operation of
-    each kind (see `_kind`), those of rare kinds are suspected first; of all operations, those that the first edit had
-    are suspected last. A graph of at most `SMALL_GRAPH` operations gets no proposals.
+    If both are refused, it ends. Isolated operations read the reference's values instead of each other's, and are
+    returned. Only operations that compute a tensor are isolated. The first edit also drops gradients if the failure is
+    in forward. Of one operation of each kind (see `_kind`), those of rare kinds are suspected first; of all operations,
+    those that the first edit had are suspected last. A graph of at most `SMALL_GRAPH` operations gets no proposals.
     """
     subject = search.subject
     if len(subject.nodes) <= SMALL_GRAPH:
@@ -93,9 +94,9 @@ def _isolate(subject: Subject, names: list[str], *, is_detached: bool = False) -
 def _narrow_down(search: Search, ranks: Mapping[str, int]) -> Proposals:
     """Propose to return fewer of the isolated operations, until one is left or a whole round is refused.
 
-    A round proposes the output that differs most; those whose operation the error message mentions; the edits of
-    `_find_single`; and each half. An accepted edit begins a new round. `ranks` has a number for each operation, by
-    name: the lowest is suspected first.
+    A round proposes the first of `failing_outputs`, if there is one; the outputs whose operation the error message
+    mentions, if these are some but not all; the edits of `_find_single`; and each half. An accepted edit begins a new
+    round. `ranks` has a number for each operation, by name: the lowest is suspected first.
     """
     while len(outputs := search.subject.outputs) > 1:
         failing = failing_outputs(search)

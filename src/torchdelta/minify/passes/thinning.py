@@ -59,7 +59,8 @@ def drop_effects(search: Search) -> Proposals:
 def skip_operations(search: Search) -> Proposals:
     """Propose for each node that its readers read one of its operands of the same shape and dtype instead.
 
-    First the first such operand of all nodes, by halves; then every other operand by itself.
+    First the first such operand of all nodes at once, then by halves, the last nodes first; then every other such
+    operand by itself. The effect of a node that is skipped is dropped too.
     """
     subject = search.subject
     choices = {node.name: _operands_alike(subject, node) for node in reversed(subject.nodes)}

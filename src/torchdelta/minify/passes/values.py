@@ -70,7 +70,8 @@ def _tensor_inputs(search: Search) -> dict[str, torch.Tensor]:
 def plain_values(search: Search) -> Proposals:
     """Propose one edit for all inputs: random numbers for floats, zeros for integers and booleans, and small sizes.
 
-    Complex inputs get random numbers too. Inputs that are drawn already, or are not contiguous, only get small sizes.
+    Complex inputs get random numbers too. Inputs that are drawn already or not contiguous, and inexact ones that
+    `_is_drawable` refuses, only get small sizes.
     """
     yield merge_edits([*_draw_random(search), *_draw_constant(search, "zeros"), _shrink_all(search)])
 

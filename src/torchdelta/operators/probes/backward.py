@@ -35,9 +35,10 @@ _USE_STRIDES = "gradients come in any layout: begin the backward with grad = gra
 def backward(subject: OpSubject) -> Probe:
     """Run the backward on gradients in several memory layouts, and judge what it writes to and what it returns.
 
-    DIVERGED if it writes to a tensor that it gets, or if its results for two layouts of the same values differ by more
-    than rounding. CRASHED if it runs for a contiguous gradient and raises for another layout of it. INCONCLUSIVE if it
-    raises for a contiguous one, or draws random numbers. Otherwise EQUIVALENT. The first finding is returned.
+    The first finding is returned, and EQUIVALENT if there is none. For each of several contiguous gradients:
+    INCONCLUSIVE if it raises, DIVERGED if it writes to a tensor that it gets, INCONCLUSIVE if it draws random numbers.
+    Then, for each other layout of the same values: CRASHED if it raises, DIVERGED if it writes to a tensor that it gets
+    or if its results differ by more than rounding.
     """
     baseline = subject.inputs.own
     for plain_layout, layouts in _LAYOUTS:
@@ -84,7 +85,7 @@ def _repeat(axes: slice, gradient: torch.Tensor, place: int) -> torch.Tensor:
 
 
 def _move(plain_layout: Layout, sign: int, gradient: torch.Tensor, place: int) -> torch.Tensor:
-    """Return the gradient in the plain layout, with other last bits (see `with_other_last_bits`)."""
+    """Return the gradient in the plain layout, with last bits moved away from zero (`sign` 1) or towards it (-1)."""
     return with_other_last_bits(plain_layout(gradient, place), sign)
 
 
@@ -151,7 +152,7 @@ class _Backward:
 
 
 def _report_writes(places: Sequence[str]) -> Probe:
-    """Return a DIVERGED probe for a backward that writes to the tensors at these places (texts for the message)."""
+    """Return a DIVERGED probe for a backward that writes to tensors; `places` are their paths, for the message."""
     return Probe(
         name="backward",
         verdict=Verdict.DIVERGED,

@@ -172,8 +172,9 @@ class _Function:
     def at(self, moved: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """Call the program; return the function's summands: each element of an output times its random cotangent.
 
-        They are one flat tensor of real numbers, empty if no output requires grad. `moved` has values to use in place
-        of inputs that require grad, by the id of the input.
+        Only outputs that require grad count; of complex products, the real part. The summands are one flat tensor,
+        empty if no output requires grad. `moved` has values to use in place of inputs that require grad, by the id of
+        the input. Raise what the program raises.
         """
 
         def replace_input(tensor: torch.Tensor) -> torch.Tensor:

@@ -74,8 +74,8 @@ def schema(subject: OpSubject) -> Probe:
 def repeat(subject: OpSubject) -> Probe:
     """Call the operator twice with the same inputs and seed; compare outputs, and inputs afterwards, bit by bit.
 
-    EQUIVALENT if nothing differs. If the worst difference is small enough for a sum in another order, INCONCLUSIVE, and
-    otherwise DIVERGED.
+    EQUIVALENT if nothing differs. Otherwise the worst difference decides: INCONCLUSIVE if it is small enough for a sum
+    in another order (`_is_rounding`), else DIVERGED. Raise what a call raises.
     """
     own = subject.inputs.own
     side = Side.copied_from(own.program)

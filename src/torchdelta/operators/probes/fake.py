@@ -127,7 +127,7 @@ def _compare(name: str, real: Leaves, fakes: Leaves, sizes: dict[str, Sizes]) ->
 
     A path, or a tensor, on one side only is a difference. Tensors differ by sizes and by what `_other_breaches`
     returns, numbers and texts if they are not equal; other objects are not compared. `sizes` has the sizes of each fake
-    leaf by its path; one that is unknown (None) agrees with any.
+    tensor by its path, and None for other leaves; a single size that is unknown (None) agrees with any.
     """
     wrong = [f"{path} is missing" for path in real if path not in fakes]
     wrong += [f"{path} does not exist" for path in fakes if path not in real]

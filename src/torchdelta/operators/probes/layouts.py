@@ -80,7 +80,7 @@ def fake_layout(subject: OpSubject) -> Probe | str:
 
 
 def _answer(subject: OpSubject, verdict: Verdict, reason: str, remedy: str = "") -> Probe:
-    """Return the answer of `layout`, which also says which layout the operator rejects, if it rejects one."""
+    """Return the probe `layout`; its reason also tells of the last layout that the operator rejects, if any."""
     rejected = f"; {subject.inputs.layout_error}" if subject.inputs.layout_error else ""
     return Probe(name="layout", verdict=verdict, reason=reason + rejected, remedy=remedy)
 

@@ -112,10 +112,10 @@ def ask_trace(trace: Trace, subject: OpSubject) -> Probe:
 
 
 def _untried(trace: Trace, inputs: OpInputs) -> str:
-    """Return why the trace did not run on other inputs as it should, or an empty text if it did or there are none.
+    """Return why the trace did not run on other inputs as it should, or an empty text if it did or need not.
 
     It should run on other sizes if it is dynamic and an input has a size to change; otherwise on fresh values or the
-    user's `others`.
+    user's `others`. It need not if no input has elements that could vary.
     """
     if trace.is_dynamic and inputs.can_be_resized:
         return "" if inputs.resized else inputs.why_no_sizes

@@ -124,7 +124,8 @@ def _comparison_parts(report: Report, *, width: int, verbose: bool) -> Iterator[
     """Yield the worst comparisons of all stages, as a table or on lines of their own, and how many were cut off.
 
     The table needs a `width` of at least TABLE_COLUMNS. Without `verbose`, comparisons without a measurement are left
-    out and not counted, and only the first few others are shown. Yield nothing if no comparison is left.
+    out and not counted, and only the first few others are shown: `_ROWS_WHEN_EQUIVALENT` if the report is equivalent,
+    otherwise `_ROWS_OTHERWISE`. Yield nothing if no comparison is left.
     """
     rows = [comparison for _, comparison in _worst_first(report) if verbose or comparison.measurement is not None]
     limit = _ROWS_WHEN_EQUIVALENT if report.verdict is Verdict.EQUIVALENT else _ROWS_OTHERWISE
@@ -205,8 +206,9 @@ def _reduction_remarks(report: Report) -> Iterator[tuple[str, str]]:
 def _reason_remarks(report: Report, *, verbose: bool) -> Iterator[tuple[str, str]]:
     """Yield the reasons of stages, then those of the leaves that are not equivalent, the worst first, as (label, text).
 
-    Stages with the same reason share a remark, and only its first statement is shown. Without `verbose` there are at
-    most `_REASONS` leaves, with the number of those left out, and a hint if there is a traceback.
+    Of a stage's reason only the first statement is shown (`_first_statement`), and stages with the same one share a
+    remark. Without `verbose` there are at most `_REASONS` leaves, with the number of those left out, and a hint if
+    there is a traceback.
     """
     stages_of: dict[str, list[str]] = {}
     for stage in report.stages:
@@ -274,7 +276,10 @@ def _first_statement(text: str) -> str:
 
 
 def _three_values(worst: Worst) -> list[str]:
-    """Return reference, candidate and truth as text, if possible with enough digits to tell the first two apart."""
+    """Return reference, candidate and truth as text, with just enough digits to tell the first two apart.
+
+    These are 4 to 17 digits; they are 4 if no number of digits is enough.
+    """
     sufficient = (digits for digits in range(4, 18) if not _is_same_text(worst, digits))
     digits = next(sufficient, 4)
     return [number(value, digits) for value in (worst.reference, worst.candidate, worst.truth)]

@@ -287,7 +287,7 @@ def _noun(location: Location) -> str:
 
 
 def draw_neighbourhood(location: Location, *, width: int) -> Table | None:
-    """Return a drawing of the nodes around the first culprit, or None without a culprit whose node is known.
+    """Return a drawing of the nodes around the first culprit, or None if there is no culprit or its node is unknown.
 
     The nodes that it reads are above it, and those that read it below, at most `_MOST_LINES` each, with their errors.
     If no node has known inputs, as with modules, they are the two rows before it and the two after it. A column for
@@ -382,9 +382,9 @@ class _Neighbourhood:
     def of(cls, location: Location, culprit: Culprit) -> _Neighbourhood:
         """Return the neighbourhood of a culprit among all nodes of the reference, matched ones first.
 
-        Its centre is the node of the culprit's name, preferably one that is wrong by itself; if none has it, a node
-        without inputs is added. Unless the centre's row is wrong by itself, the centre gets the culprit's error as
-        text.
+        Its centre is the first node of the culprit's name that is wrong by itself, or else the first of that name. If
+        no node has the name, one without inputs is added as the centre. Unless the centre's row is wrong by itself, the
+        centre gets the culprit's error as text.
         """
         nodes = [_DrawnNode(row.reference, row) for row in location.table]
         nodes += [_DrawnNode(record, is_unmatched=True) for record in location.unmatched_reference]
@@ -505,7 +505,10 @@ def _undrawn(nodes: Iterable[_DrawnNode], drawn_names: set[str]) -> list[_DrawnN
 
 
 def own_comparisons(row: Row) -> tuple[Comparison, ...]:
-    """Return the comparisons of a node on the reference's inputs; gradients count only if its values are right."""
+    """Return a node's comparisons on the reference's inputs: of its values and, unless one of these failed, gradients.
+
+    A comparison of values that is inconclusive has not failed.
+    """
     is_wrong = any(comparison.verdict.is_failure for comparison in row.local)
     return row.local if is_wrong else (*row.local, *row.local_gradients)
 
@@ -561,8 +564,9 @@ def _own_error_of(comparison: Comparison) -> str:
 def inherited_error(row: Row) -> str:
     """Return the difference between both sides' own values as text, which includes errors of the nodes before.
 
-    It is the SQNR of the worst comparison, or its largest error if the SQNR is not finite; "identical", also without
-    any comparison; "NaN or Inf" if one is misplaced; or the verdict if nothing was measured.
+    The text is about the worst inherited comparison. It is, the first that applies: "identical", also without any
+    comparison; the verdict, if nothing was measured; "NaN or Inf", if one is misplaced; the SQNR, if that is finite;
+    the largest absolute error.
     """
     worst = worst_comparison(row.inherited)
     if worst is None or _is_identical(worst):
@@ -580,7 +584,7 @@ def inherited_error(row: Row) -> str:
 
 
 def worst_measurement(comparisons: Iterable[Comparison]) -> Measurement | None:
-    """Return the measurement of the worst comparison, or None if nothing differs or nothing was measured."""
+    """Return the measurement of the worst comparison; None if that one is identical, was not measured or is missing."""
     worst = worst_comparison(comparisons)
     return None if worst is None or _is_identical(worst) else worst.measurement
 
@@ -620,7 +624,10 @@ def worst_comparison(comparisons: Iterable[Comparison]) -> Comparison | None:
 
 
 def sort_worst_first(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows sorted: those not equivalent by themselves first, then those with the worst inherited error."""
+    """Return the rows sorted by `_rank`: those not equivalent by themselves first, the worst of them at the front.
+
+    The others follow, those with the largest inherited error first.
+    """
     return sorted(rows, key=_rank, reverse=True)
 
 
