@@ -57,11 +57,11 @@ def directory_of_kernels() -> Path:
 
 
 def share(directory: Path) -> None:
-    """Let this process take compiled kernels from a directory, and keep there what it compiles.
+    """Make a directory, and let this process take compiled kernels from it and keep there what it compiles.
 
-    The directory is made if it is missing, and inductor's function that runs g++ is replaced. Nothing is shared or
-    replaced on other systems than Linux, if the directory cannot be made, or if it or its parent is not private
-    (`is_private`).
+    For that, inductor's function that runs g++ is replaced. On other systems than Linux, or if the directory or its
+    parent is not private (`is_private`), it is made all the same, but nothing is replaced. If it cannot be made,
+    nothing happens; no OSError is raised.
     """
     with suppress(OSError):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
