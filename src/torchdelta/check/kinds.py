@@ -53,8 +53,9 @@ def tell_kinds(stage: Stage, lifted: LiftedSides, accepted: float) -> Stage:
 def _tell_kind(comparison: Comparison, stage: str, lifted: LiftedSides, accepted: float) -> Comparison:
     """Return the comparison with its kind if it diverged, or else unchanged.
 
-    The reason of one that is less accurate says how many times the noise it is off, and at most `accepted` times make
-    it equivalent. If its error is not known, or its noise is not known or zero, it gets its kind alone.
+    One that is less accurate gets a new reason, which says how many times the noise it is off: with the old reason in
+    brackets, or, if that is at most `accepted` times, without it and as equivalent. If its error is not known, or its
+    noise is not known or zero, it gets its kind alone.
     """
     if comparison.verdict is not Verdict.DIVERGED:
         return comparison

@@ -266,7 +266,7 @@ def _names(records: Sequence[NodeRecord], *, show_all: bool) -> str:
 
 
 def _cost_text(location: Location) -> str:
-    """Return how often was compiled, as text, and if the cost is known, how long it took and the peak of memory."""
+    """Return the number of compiles, as text, and if the cost is known, the seconds and the peak of memory."""
     compiles = count(location.compiles, "compile")
     if location.cost is None:
         return compiles
