@@ -138,9 +138,11 @@ class _CapturePair:
         return tuple(worst.values())
 
     def _compare_leaves(self, reference: Leaves, candidate: Leaves) -> list[Comparison]:
-        """Return the comparison of each leaf: by statistics if a side has only those of a tensor, else by the policy.
+        """Return the comparisons of the leaves; a tensor that a side has as statistics only is compared by statistics.
 
-        If there are comparisons by statistics, `had_statistics` is set. A leaf that only one side has is DIVERGED.
+        All other leaves are compared by `Judge.compare`: also one that is a tensor's statistics on one side and no
+        tensor on the other. If there are comparisons by statistics, `had_statistics` is set. A leaf that only one side
+        has is DIVERGED.
         """
         statistics_paths = [
             path

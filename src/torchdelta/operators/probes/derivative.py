@@ -239,7 +239,7 @@ class _Difference:
 
     @classmethod
     def of(cls, here: torch.Tensor, ahead: torch.Tensor, behind: torch.Tensor, step: float) -> _Difference:
-        """Return the slope of a function, the sum of (ahead − behind) / (2 step), with `total`, `bend` and `scale`.
+        """Return the difference for a step: `slope` is the sum of (ahead − behind) / (2 step); see the other fields.
 
         `here`, `ahead` and `behind` are the summands at the start, one step ahead of it and one step behind it.
         """
