@@ -105,7 +105,7 @@ def _run_whole(baseline: Baseline, transform: Transform, native: CandidateRun | 
         return LiftedRun(asked=f"not asked: {error}")
     own = set(baseline.unlifted)  # of the candidate alone
     baseline.unlifted.clear()
-    # a cast to float8 is no obstacle: it rounds in float64 as it does natively, and so shows as another function
+    # a cast to float8 does not prevent the question: it rounds in float64 too, and so shows as another function
     if names := sorted(name for name in own if name == BITS or "::" in name):
         return LiftedRun(asked=f"not asked: the candidate has {', '.join(names)}, which has no float64")
     if failure := candidate.failure:

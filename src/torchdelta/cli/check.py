@@ -70,7 +70,9 @@ def command(
                 from torchdelta.check.thorough import run_check
             report = run_check(prepare(program, options=options, progress=progress))
 
-    if isolated:
-        pass_on(result.output, result.warnings, verbose=verbose)
-    deliver(report, json_file, lambda: print_report(report, verbose=verbose))
+    def aside() -> None:
+        if isolated:
+            pass_on(result.output, result.warnings, verbose=verbose)
+
+    deliver(report, json_file, lambda: print_report(report, verbose=verbose), aside)
     raise typer.Exit(EXIT_OF[report.verdict])

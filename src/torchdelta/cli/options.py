@@ -307,20 +307,23 @@ def pass_on(output: str, texts: Sequence[str], *, verbose: bool) -> None:
         print_warning_count(len(texts), console_for(sys.stderr))
 
 
-def deliver(result: Any, json_file: Path | None, show: Callable[[], None]) -> None:
-    """Write the result of a command to its file, if there is one, and then print it by `show`.
+def deliver(
+    result: Any, json_file: Path | None, show: Callable[[], None], aside: Callable[[], None] = lambda: None
+) -> None:
+    """Write the result of a command to its file, if there is one; then call `aside`, and print the result by `show`.
 
-    With `-` for the file, the JSON is printed on stdout instead, and `show` is not called. If the file cannot be
-    written, the result is printed all the same, and then UsageError is raised.
+    `aside` prints to stderr what goes with the result. With `-` for the file, the JSON is printed on stdout in place of
+    `show`. If the file cannot be written, the rest happens all the same, and then UsageError is raised.
     """
-    if json_file == STDOUT:
-        sys.stdout.write(to_json(result))
-        return
     try:
-        if json_file is not None:
+        if json_file is not None and json_file != STDOUT:
             write_report(result, json_file)
     finally:
-        show()
+        aside()
+        if json_file == STDOUT:
+            sys.stdout.write(to_json(result))
+        else:
+            show()
 
 
 def require_writable(path: Path) -> None:

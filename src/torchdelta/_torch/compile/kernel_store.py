@@ -206,7 +206,7 @@ def stamps(paths: Iterable[str]) -> list[Stamp]:
 
 
 def _key_of(compilation: Compilation | None) -> str | None:
-    """Return the key of a call; None if there is no call, a file cannot be read, or the compiler is not g++ itself."""
+    """Return the key of a call; None without a call, or if a file is unreadable or the compiler is not g++ itself."""
     try:
         return None if compilation is None else compilation.key()
     except OSError:
