@@ -259,7 +259,7 @@ class TestMemory:
     def test_is_read_with_its_unit(self, text, amount):
         assert options.read_bytes(text) == amount
 
-    @pytest.mark.parametrize("text", ["", "much", "2XB", "-1GB", "0", "0.1", "1e9", "GB", "1GB2"])
+    @pytest.mark.parametrize("text", ["", "much", "2XB", "-1GB", "0", "0.1", "1e9", "GB", "1GB2", "9" * 400])
     def test_that_is_no_amount_is_refused(self, text):
         with pytest.raises(UsageError, match=r"^malformed amount of memory .*: write it as 2GB"):
             options.read_bytes(text)
@@ -269,6 +269,12 @@ class TestMemory:
 
         assert (ran.code, ran.out) == (2, "")
         assert ran.err.startswith("torchdelta: malformed amount of memory 'much'")
+
+    def test_that_no_number_can_hold_is_refused_before_anything_runs(self, locate):
+        ran = locate("no_such.py:build", "-t", "eager", "--memory", "9" * 400)
+
+        assert (ran.code, ran.out) == (2, "")
+        assert ran.err.startswith("torchdelta: malformed amount of memory '999")
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import gc
 import importlib.util
 import inspect
 import json
+import math
 import os
 import re
 import sys
@@ -231,14 +232,14 @@ def read_bytes(text: str) -> int:
     """Return an amount of memory, such as `2GB`, `1.5 GiB` or a plain number of bytes, in whole bytes.
 
     `KB` is 1000 bytes and `KiB` 1024, and so on up to `TB` and `TiB`, in upper or lower case. UsageError if the text is
-    malformed (`2G`) or less than a byte.
+    malformed (`2G`), less than a byte or too large for a float.
     """
     match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-z]*)", text.strip().lower())
     unit = _UNITS.get(match[2]) if match else None
-    amount = int(float(match[1]) * unit) if match and unit else 0
-    if amount < 1:
+    amount = float(match[1]) * unit if match and unit else 0.0
+    if not 1 <= amount < math.inf:
         raise UsageError(f"malformed amount of memory {text!r}: write it as 2GB, 512MiB or a number of bytes")
-    return amount
+    return int(amount)
 
 
 def read_mapping(path: Path) -> dict[str, str]:
