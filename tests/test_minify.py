@@ -720,6 +720,14 @@ class TestMinify:
         assert small.reduction.rate == pytest.approx(1 / 3, abs=0.1)
         assert any("it fails in 3 of 8 runs" in note for note in small.notes)
 
+    @pytest.mark.parametrize("queries", [4, 6, 9, 20])
+    def test_a_flaky_failure_is_not_run_more_often_than_the_queries_allow(self, queries):
+        small = minified(broken.stack, broken.failing_every(3), queries=queries)
+
+        assert small.reduction.queries <= queries
+        assert not small.reduction.is_minimal
+        assert small.reduction.rate < 1.0
+
     def test_a_failure_that_hardly_ever_comes_is_not_minified(self):
         with pytest.raises(td.NothingToMinify, match="it came in 1 of 8 runs"):
             minified(broken.stack, broken.failing_every(100))

@@ -327,16 +327,18 @@ class Minifier:
         """
         subject = chosen.subject
         left = None if self.limits.queries is None else max(0, self.limits.queries - self.ask.begun)
-        most_repeats = REPEATS if left is None else min(REPEATS, left)
+        is_flaky = self.rate < 1.0
+        # a failure that is known to be flaky needs no repeats, so it leaves no queries aside for them
+        most_repeats = 0 if is_flaky else REPEATS if left is None else min(REPEATS, left)
         reducer = Reducer(
             ask=ask,
             wanted=chosen.wanted,
             budget=Budget(queries=None if left is None else left - most_repeats, seconds=self.limits.seconds),
             most_repeats=most_repeats,
             tell=self._told,
-            is_flaky=self.rate < 1.0,
+            is_flaky=is_flaky,
         )
-        if most_repeats < REPEATS:
+        if most_repeats < REPEATS and not is_flaky:
             self.notes.append("whether it fails each time was not asked: that takes more queries than were allowed")
         if isinstance(self.ask, WorkerOracle):
             if ask is self.ask:  # a flaky failure is asked for several times, each time anew

@@ -16,7 +16,7 @@ from torchdelta.errors import NothingToMinify
 from torchdelta.minify.capture import nodes_of
 from torchdelta.minify.edits import keep_only
 from torchdelta.minify.queries import InProcessOracle, WorkerOracle
-from torchdelta.minify.reducer import Progress
+from torchdelta.minify.reducer import BudgetExhausted, Progress
 from torchdelta.minify.search import Answer, Oracle, Predictor
 from torchdelta.minify.subject import Subject
 from torchdelta.records.case import SearchLimits
@@ -128,9 +128,14 @@ class Preflight:
             "nothing to make smaller"
         )
 
+    @property
+    def _has_budget(self) -> bool:
+        """Whether the limits allow one more query."""
+        return self.limits.queries is None or self.ask.begun < self.limits.queries
+
     def _require_budget(self) -> None:
         """Raise NothingToMinify if all queries that the limits allow were asked."""
-        if self.limits.queries is not None and self.ask.begun >= self.limits.queries:
+        if not self._has_budget:
             raise NothingToMinify(
                 f"{self.program}: no failure showed in {self.ask.begun} "
                 f"{'query' if self.ask.begun == 1 else 'queries'}, and no more were allowed: raise --queries"
@@ -151,8 +156,7 @@ class Preflight:
         The culprit is the first node of `nodes_of`. It is cut out and asked about only if there is one, `meant` has
         several failures and a query is left; `culprit_answer` keeps the cut and the answer.
         """
-        has_budget = self.limits.queries is None or self.ask.begun < self.limits.queries
-        is_open = self.culprit is not None and len(meant) > 1 and has_budget
+        is_open = self.culprit is not None and len(meant) > 1 and self._has_budget
         culprits = nodes_of(self.culprit, subject) if is_open and self.culprit is not None else ()
         cut = keep_only(subject, culprits[:1]).apply(subject) if culprits else None
         if cut is None:
@@ -178,28 +182,37 @@ class Preflight:
     def patient(self, subject: Subject, wanted: Signature) -> Oracle:
         """Return an oracle for a flaky failure, which this subject showed once and once not: it asks several times.
 
-        The oracle returns the first answer that shows the failure, or the last one if none of them does. To estimate
-        the failure's rate, this subject is asked about `TRIALS - 2` more times; `rate` is set, and a note tells it.
+        The oracle returns the first answer that shows the failure, or the last one if none of them does. It raises
+        BudgetExhausted instead of asking more queries than the limits allow. To estimate the failure's rate, this
+        subject is asked about `TRIALS - 2` more times, as far as they allow that; `rate` is set, and a note tells it.
         Raise NothingToMinify if the rate is below `RARE`.
         """
         ask = self.ask
-        shown = 1 + sum(ask(subject).shows(wanted) for _ in range(TRIALS - 2))
-        self.rate = shown / TRIALS
+        trials, shown = 2, 1
+        while trials < TRIALS and self._has_budget:
+            trials += 1
+            shown += ask(subject).shows(wanted)
+        self.rate = shown / trials
         if self.rate < RARE:
             raise NothingToMinify(
-                f"{wanted}: it came in {shown} of {TRIALS} runs of the same graph on the same inputs, which is too "
+                f"{wanted}: it came in {shown} of {trials} runs of the same graph on the same inputs, which is too "
                 "rare to tell a smaller graph that does not fail from one that did not fail this time"
             )
         times = math.ceil(math.log(SURE) / math.log(1 - self.rate))
-        self.notes.append(f"it fails in {shown} of {TRIALS} runs: each smaller graph was run up to {times} times")
+        self.notes.append(f"it fails in {shown} of {trials} runs: each smaller graph was run up to {times} times")
 
         def ask_again(subject: Subject) -> Answer:
-            """Return the first of up to `times` answers that shows the failure, or else the last of them."""
-            answer = ask(subject)
-            for _ in range(times - 1):
+            """Return the first of up to `times` answers that shows the failure, or else the last of them.
+
+            Raise BudgetExhausted if no query is left for the next of them.
+            """
+            answer = Answer()
+            for _ in range(times):
+                if not self._has_budget:
+                    raise BudgetExhausted
+                answer = ask(subject)
                 if answer.shows(wanted):
                     break
-                answer = ask(subject)
             return answer
 
         return ask_again

@@ -324,9 +324,12 @@ class Reducer:
         """Return the result of calling `query`, or None if it raises an exception.
 
         The text of the exception is appended to `query_errors`; a query that raises nothing clears `query_errors`.
+        BudgetExhausted of an oracle that repeats by itself passes through.
         """
         try:
             result = query()
+        except BudgetExhausted:
+            raise
         except Exception as error:
             self.query_errors.append(f"{type(error).__name__}: {error}")
             return None
