@@ -620,6 +620,36 @@ def test_large_tensors_lie_beside_the_script(planted, tmp_path, shows):
     assert "repro.pt" in issue_text(finding, written.path)
 
 
+def test_a_large_input_and_a_large_parameter_of_one_name_each_keep_their_values(planted, tmp_path, shows):
+    class Weighted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(50, 40))
+
+        def forward(self, weight):
+            return torch.relu(weight + self.weight)
+
+    torch.manual_seed(0)
+    module, weight = Weighted(), torch.randn(50, 40)
+    finding = found(symbolic_trace(module), (weight,), planted("wrong_values"), semantic=False)
+    written = write(finding, tmp_path / "repro.py")
+
+    assert shows(written.path)
+    script = sys.modules["planted_script"]
+    assert torch.equal(script.inputs()[0], weight)
+    assert torch.equal(script.Program().weight, module.weight)
+
+
+def test_a_large_tensor_named_memory_is_not_the_memory_that_others_share():
+    base, alone = torch.randn(500), torch.randn(500)
+
+    tensors = read_back(write_tensors({"memory": alone, "x": base[:400], "y": base[100:]}))
+
+    assert torch.equal(tensors["memory"], alone)
+    assert torch.equal(tensors["x"], base[:400])
+    assert torch.equal(tensors["y"], base[100:])
+
+
 def test_without_data_nothing_of_the_user_is_in_the_script(planted, tmp_path, shows):
     torch.manual_seed(0)
     finding = found(*captured(relu, torch.randn(50, 40) + 0.123), planted("wrong_values"))

@@ -137,7 +137,8 @@ class GraphQuestion(Question):
         _refuse_shared(input_tensors, self.program.tensors)
         recipes = {names[place]: text for place, text in finding.inputs_from.items()}
         self.inputs = write_tensors(input_tensors, recipes=recipes, data=data)
-        self.state = write_tensors(self.program.tensors, data=data)
+        # one file has both, and an input may have the name of a parameter
+        self.state = write_tensors(self.program.tensors, data=data, taken=self.inputs.saved)
         self.module_imports = [self.imports.of_module(module) for module in sorted(self.program.imports)]
         self.is_replaced = self.inputs.is_replaced or self.state.is_replaced
         called = (node for node in finding.graph.graph.nodes if node.op in _CALLS)

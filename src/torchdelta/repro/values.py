@@ -11,10 +11,11 @@ Three levels, from the top down:
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 import re
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,20 +49,33 @@ class TensorSource:
     """Whether random numbers replace some values."""
     is_shared: bool = False
     """Whether some tensors share memory."""
+    taken: Collection[str] = ()
+    """The names that other tensors have in the file."""
+
+    def save(self, name: str, tensor: torch.Tensor) -> str:
+        """Add a tensor to the file under its name, with a number behind it if that is taken; return its expression."""
+        numbered = (f"{name}_{number}" for number in itertools.count(1))
+        key = next(key for key in itertools.chain([name], numbered) if key not in {*self.taken, *self.saved})
+        self.saved[key] = tensor
+        return f"saved[{write_text(key)}]"
 
 
 def write_tensors(
-    tensors: Mapping[str, torch.Tensor], *, recipes: Mapping[str, str] | None = None, data: bool = True
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    recipes: Mapping[str, str] | None = None,
+    data: bool = True,
+    taken: Collection[str] = (),
 ) -> TensorSource:
     """Return the source text of named tensors: statements, an expression for each, and tensors for a file beside it.
 
     `recipes` has expressions that give the values of some of them, by name; that of a tensor which shares its storage
     with another is not used. Large tensors whose elements are not all equal, and sparse, subclassed and lazily negated
-    ones, go to the file, as copies. Without `data`, nothing goes there, and random numbers replace all values but those
-    of a used recipe and memory of zeros or of ones alone. Raise ReproUnwritable if a tensor has no source, and
-    UsageError if a recipe that is used gives other values.
+    ones, go to the file, as copies, under names that are not `taken`. Without `data`, nothing goes there, and random
+    numbers replace all values but those of a used recipe and memory of zeros or of ones alone. Raise ReproUnwritable if
+    a tensor has no source, and UsageError if a recipe that is used gives other values.
     """
-    source = TensorSource()
+    source = TensorSource(taken=taken)
     if not data and any(not is_trivial(tensor) for tensor in tensors.values()):
         source.setup.append(SEEDED)
     for shared in _by_memory(tensors):
@@ -99,15 +113,13 @@ def _write_one(name: str, tensor: torch.Tensor, recipe: str | None, data: bool, 
         if not data:
             raise ReproUnwritable(f"{name} is a {parts.describe(tensor)}, which random numbers cannot replace")
         source.embeds_data = True
-        source.saved[name] = tensor.detach()
-        return f'saved["{name}"]'
+        return source.save(name, tensor.detach())
     if tensor.is_conj():
         return _write_one(name, tensor.detach().conj(), None, data, source) + ".conj()"
     if _is_permuted(tensor):
         if not _is_inline(tensor, data):
             source.embeds_data = True
-            source.saved[name] = _compact(tensor)
-            return f'saved["{name}"]'
+            return source.save(name, _compact(tensor))
         written = _write_values(tensor, data, source)
         if tensor.is_contiguous():
             return written
@@ -142,8 +154,7 @@ def _write_shared(shared: Mapping[str, torch.Tensor], data: bool, source: Tensor
         source.setup.append(f"{name} = {_on_device(_write_values(memory, data, source), memory.device)}")
     else:
         source.embeds_data = True
-        source.saved[name] = memory.clone()
-        source.setup.append(f'{name} = saved["{name}"]')
+        source.setup.append(f"{name} = {source.save(name, memory.clone())}")
     for key, tensor in shared.items():
         layout = f"{tuple(tensor.shape)}, {tensor.stride()}, {int(tensor.storage_offset()) - start}"
         view = f"{name}.as_strided({layout})" + (".conj()" if tensor.is_conj() else "")
