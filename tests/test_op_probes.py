@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import random
 import sys
 
@@ -98,6 +99,14 @@ class TestSchema:
 
 
 class TestRepeat:
+    @pytest.mark.parametrize("change", [1, -1])
+    def test_an_operator_that_returns_another_number_of_tensors_does_not_repeat_itself(self, change):
+        lengths = itertools.count(5, change)
+        report = asked(lambda x: [x + 1 for _ in range(next(lengths))], torch.randn(3), probes="repeat")
+
+        assert report.verdict is Verdict.DIVERGED
+        assert "is there only once" in report.worst.reason
+
     def test_a_counter_that_is_added_into_an_argument(self):
         calls = []
 

@@ -86,8 +86,9 @@ def repeat(subject: OpSubject) -> Probe:
         return Probe(name="repeat", verdict=Verdict.EQUIVALENT, reason="called again it returns the same")
     values = f": {worst.worst.reference} and then {worst.worst.candidate}" if worst.worst else ""
     written = "" if worst.path.startswith("outputs") else "what it leaves in "
-    reason = f"called again with the same inputs and the same seed, {written}{worst.path} is another{values}"
-    if _is_rounding(first[worst.path], second.get(worst.path)):
+    difference = f"is another{values}" if worst.path in first and worst.path in second else "is there only once"
+    reason = f"called again with the same inputs and the same seed, {written}{worst.path} {difference}"
+    if _is_rounding(first.get(worst.path), second.get(worst.path)):
         return Probe(name="repeat", verdict=Verdict.INCONCLUSIVE, reason=f"{reason}, which may be rounding")
     return Probe(
         name="repeat",
