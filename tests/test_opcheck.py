@@ -236,7 +236,7 @@ class TestHealthy:
 
         assert report.verdict is Verdict.EQUIVALENT
         assert not report.unasked
-        assert len(report.probes) == 16
+        assert len(report.probes) == 17
         assert report.arguments == ("float32[3, 4]",)
 
     def test_arguments_are_what_they_were_afterwards(self):
@@ -382,6 +382,12 @@ class TestGradients:
 
         assert report.verdict is Verdict.EQUIVALENT
         assert "has gradients" in report.unasked["derivative"]
+
+    def test_of_a_correct_operator_are_a_probe_that_can_be_asked_by_itself(self):
+        report = check_op(torch.ops.aten.sin.default, (torch.randn(3, requires_grad=True),), probes="gradients")
+
+        assert report.verdict is Verdict.EQUIVALENT
+        assert report.probe("gradients").reason == "its backward runs eagerly"
 
     def test_insisted_on_where_there_are_none(self):
         report = check_op(torch.sign, (torch.randn(3),), gradients=True, probes=("gradients", "aot/static/min-cut"))

@@ -177,8 +177,8 @@ class OpCheck:
     def _ask_all(self) -> Iterator[Probe]:
         """Yield the answers of the wanted probes that apply, in the order of the table.
 
-        If a condition of a probe is not met, or if its answer is a text, the reason is noted in `unasked`. An answer of
-        None is dropped. `progress` gets the name of each probe before it is asked.
+        If a condition of a probe is not met, or if its answer is a text, the reason is noted in `unasked`. `progress`
+        gets the name of each probe before it is asked.
         """
         for entry in probes_with(self.backends):
             if not self._is_wanted(entry):
@@ -190,7 +190,7 @@ class OpCheck:
             answer = entry.ask(self.subject)
             if isinstance(answer, Probe):
                 yield answer
-            elif answer is not None:
+            else:
                 self.unasked[entry.name] = answer
 
     def _is_wanted(self, entry: ProbeEntry) -> bool:

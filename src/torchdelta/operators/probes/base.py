@@ -36,8 +36,8 @@ class OpSubject:
     """Whether values are compared; otherwise only fake kernels, and whether the traces run."""
 
 
-Ask = Callable[[OpSubject], Probe | str | None]
-"""Returns the answer, or why the probe does not apply, or None if there is nothing to report."""
+Ask = Callable[[OpSubject], Probe | str]
+"""Returns the answer, or why the probe does not apply."""
 
 Condition = Callable[[OpSubject], str]
 """Returns why a probe does not apply to the subject, or an empty text if it does."""

@@ -145,12 +145,12 @@ def registration(subject: OpSubject) -> Probe:
     )
 
 
-def gradients(subject: OpSubject) -> Probe | str | None:
-    """Return why gradients cannot be compared, as a probe or a text; None if they can, which the other probes then do.
+def gradients(subject: OpSubject) -> Probe | str:
+    """Ask whether there are gradients to compare, which is what the other probes then do; return a probe, or a text.
 
-    An INCONCLUSIVE probe if no input requires grad, or if the backward raises for the user's inputs, or for other sizes
-    that the forward takes (`OpInputs.other_backward_error`). If no output requires grad, an EQUIVALENT probe, because a
-    trace has to refuse a backward too; with `gradients="auto"` a text that says so.
+    EQUIVALENT if the backward runs. INCONCLUSIVE if no input requires grad, or if the backward raises for the user's
+    inputs, or for other sizes that the forward takes (`OpInputs.other_backward_error`). If no output requires grad, an
+    EQUIVALENT probe, because a trace has to refuse a backward too; with `gradients="auto"` a text that says so.
     """
     inputs = subject.inputs
     if has_input_with_grad(subject):
@@ -175,7 +175,7 @@ def gradients(subject: OpSubject) -> Probe | str | None:
             remedy="mend the backward: it may assume a size",
         )
     if inputs.own.reference.is_differentiable:
-        return None
+        return Probe(name="gradients", verdict=Verdict.EQUIVALENT, reason="its backward runs eagerly")
     if subject.gradients == "auto":
         return "no output requires grad"
     # requires_grad of the outputs is a clause of the contract, so every trace is held to it
