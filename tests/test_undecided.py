@@ -125,3 +125,31 @@ def test_an_empty_parameter_takes_its_steps():
     model = nn.Sequential(nn.Linear(8, 0), nn.Linear(0, 4))
 
     assert td.check(model, (torch.randn(2, 8),), transform="aot_eager", stages="steps").verdict is Verdict.EQUIVALENT
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_an_imaginary_part_that_is_wrong_is_seen_although_the_gradient_of_the_real_part_is_all_rounding(optimizer):
+    class Complex(nn.Module):
+        def __init__(self, write):
+            super().__init__()
+            torch.manual_seed(0)
+            self.weight = nn.Parameter(torch.randn(4, 8, dtype=torch.complex64))
+            self.write = write
+            self.calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            if self.calls > 1:
+                with torch.no_grad():
+                    self.weight += self.write
+            rounded = (self.weight.real * x).softmax(-1).sum(-1, keepdim=True)
+            return self.weight.imag * x + rounded
+
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    wrong = td.check(Complex(0j), (x,), candidate=Complex(0.5j), stages="steps", optimizer=optimizer)
+    right = td.check(Complex(0j), (x,), candidate=Complex(0j), stages="steps", optimizer=optimizer)
+
+    assert wrong.verdict is Verdict.DIVERGED
+    (first,) = (seen for seen in wrong.comparisons if seen.path == "steps[0].parameters['weight']")
+    assert "but for 32 elements" in first.reason
+    assert right.verdict is Verdict.EQUIVALENT

@@ -681,12 +681,13 @@ class SignFlips:
             return
         for name, gradient in gradients.items():
             of_truth, of_reference = (_gradient(side, step, f"[{name!r}]") for side in (self.truth, self.reference))
-            if of_truth is None or of_reference is None or of_truth.shape != gradient.shape:
+            parts = _real_parts(gradient)
+            if of_truth is None or of_reference is None or of_truth.shape != parts.shape:
                 continue
-            signs = torch.randint(0, 2, gradient.shape, generator=self.generator).to(gradient.device) * 2 - 1
-            near = is_near_zero(of_truth, (of_reference, gradient))
+            signs = torch.randint(0, 2, parts.shape, generator=self.generator).to(parts.device) * 2 - 1
+            near = is_near_zero(of_truth, (of_reference, parts))
             with torch.no_grad():
-                gradient.copy_(torch.where(near, gradient * signs, gradient))
+                gradient.copy_(_of_parts(torch.where(near, parts * signs, parts), gradient))
 
 
 @dataclass(kw_only=True)
@@ -716,13 +717,14 @@ class FollowedSigns:
             key = f"[{name!r}]"
             of_truth, *of_runs = (_gradient(side, 0, key) for side in (self.truth, *self.runs))
             of_candidate = _gradient(self.candidate, step, key)
-            runs = [run for run in of_runs if run is not None and run.shape == gradient.shape]
-            if of_truth is None or of_candidate is None or not runs or of_candidate.shape != gradient.shape:
+            parts = _real_parts(gradient)
+            runs = [run for run in of_runs if run is not None and run.shape == parts.shape]
+            if of_truth is None or of_candidate is None or not runs or of_candidate.shape != parts.shape:
                 continue
             edge = CLOSE * _noise(of_truth, runs)
-            near = (gradient.abs() <= edge) & (of_candidate.abs() <= 2.0 * edge) & (of_candidate != gradient)
+            near = (parts.abs() <= edge) & (of_candidate.abs() <= 2.0 * edge) & (of_candidate != parts)
             self.undecided[step, name] = near
-            self.count += int((near & (of_candidate.sign() != gradient.sign())).sum())
+            self.count += int((near & (of_candidate.sign() != parts.sign())).sum())
         self.follow(step, gradients)
 
     def follow(self, step: int, gradients: Mapping[str, torch.Tensor]) -> None:
@@ -735,7 +737,8 @@ class FollowedSigns:
             near, of_candidate = self.undecided.get((step, name)), _gradient(self.candidate, step, f"[{name!r}]")
             if near is not None and of_candidate is not None:
                 with torch.no_grad():
-                    gradient.copy_(torch.where(near, of_candidate.to(gradient.dtype), gradient))
+                    parts = _real_parts(gradient)
+                    gradient.copy_(_of_parts(torch.where(near, of_candidate.to(parts.dtype), parts), gradient))
 
 
 def is_near_zero(truth: torch.Tensor, runs: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -784,7 +787,8 @@ def settle_steps(
             continue
         name, step = match["name"], int(match["step"])
         known = [_gradient(side, step, name) for side in (truth, *runs)]
-        gradients = [gradient for gradient in known if gradient is not None and gradient.shape == value.shape]
+        shape = _real_parts(value).shape
+        gradients = [gradient for gradient in known if gradient is not None and gradient.shape == shape]
         if len(gradients) < 2:
             continue
         near = is_near_zero(gradients[0], gradients[1:])
@@ -811,7 +815,7 @@ def reach_of_steps(starts: Mapping[str, torch.Tensor], runs: Sequence[Observatio
         start = starts.get(ast.literal_eval(match["name"])[0]) if match else None
         values = [run.stages.get("steps", {}).get(path) for run in runs]
         distances = [
-            float((value.detach().double() - start.detach().double()).abs().max())
+            float((_real_parts(value).double() - _real_parts(start).double()).abs().max())
             for value in values
             if start is not None and isinstance(value, torch.Tensor) and value.shape == start.shape and value.numel()
         ]
@@ -835,22 +839,37 @@ def with_count(comparison: Comparison, counts: Mapping[str, int]) -> Comparison:
 def _with_truth(leaf: object, truth: torch.Tensor, where: torch.Tensor, reach: float) -> object:
     """Return a copy of a tensor with the truth's elements where the mask `where` is set and the truth is near.
 
-    Near is a distance of at most `reach` and a few roundings. The copy has the tensor's dtype and `requires_grad`. A
-    leaf that is not a tensor of the truth's shape is returned itself.
+    Near is a distance of at most `reach` and a few roundings. Of complex tensors the real and imaginary parts are
+    elements of their own. The copy has the tensor's dtype and `requires_grad`. A leaf that is not a tensor of the
+    truth's shape, or is complex where the truth is not, is returned itself.
     """
-    if not isinstance(leaf, torch.Tensor) or leaf.shape != truth.shape:
+    if not isinstance(leaf, torch.Tensor) or _real_parts(leaf).shape != _real_parts(truth).shape:
         return leaf
     settled = torch.empty_like(leaf, memory_format=torch.preserve_format)
     with torch.no_grad():
-        wide = truth.double()
+        parts, wide = _real_parts(leaf), _real_parts(truth).double()
         rounding = _FEW * unit_roundoff(leaf.dtype) * wide.abs()
-        is_reached = (leaf.double() - wide).abs() <= reach + rounding
-        settled.copy_(torch.where(where & is_reached, truth.to(leaf.dtype), leaf))
+        is_reached = (parts.double() - wide).abs() <= reach + rounding
+        settled.copy_(_of_parts(torch.where(where & is_reached, wide.to(parts.dtype), parts), leaf))
     return settled.requires_grad_(leaf.requires_grad)
 
 
+def _real_parts(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of floats, detached; of a complex one, the real and imaginary parts along one more dimension.
+
+    An optimizer steps by the two apart, so each of them is decided by itself.
+    """
+    detached = tensor.detach()
+    return torch.view_as_real(detached.resolve_conj()) if detached.is_complex() else detached
+
+
+def _of_parts(parts: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return what has these `_real_parts`: a complex tensor if `tensor` is one, or else `parts` themselves."""
+    return torch.view_as_complex(parts.contiguous()) if tensor.is_complex() else parts
+
+
 def _gradient(side: Observation, step: int, name: str) -> torch.Tensor | None:
-    """Return the gradient that a step of a side took; None if it was not recorded or is not a tensor.
+    """Return the `_real_parts` of the gradient that a step took; None if it was not recorded or is not a tensor.
 
     Steps count from 0. `name` is the parameter's in brackets and quotes, such as `['weight']`. If the stage `steps` has
     none for step 0, it is that of the stage `gradients`.
@@ -858,4 +877,4 @@ def _gradient(side: Observation, step: int, name: str) -> torch.Tensor | None:
     gradient = side.stages.get("steps", {}).get(f"steps[{step}].gradients{name}")
     if gradient is None and step == 0:
         gradient = side.stages.get("gradients", {}).get(f"parameters{name}.grad")
-    return gradient if isinstance(gradient, torch.Tensor) else None
+    return _real_parts(gradient) if isinstance(gradient, torch.Tensor) else None
