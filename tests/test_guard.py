@@ -766,6 +766,27 @@ class TestRecords:
         assert report.reduction.nodes_after == 3
         assert report.repro.confirmed
 
+    def test_a_call_that_is_recorded_and_not_checked_leaves_the_record_to_the_checked_call(self, tmp_path):
+        guard = guarded("aot_eager", tmp_path, record="always", every=2, budget_s=1e-9)
+        compiled = torch.compile(lambda x: torch.sin(x), backend=guard, dynamic=False)
+        for _ in range(2):
+            compiled(torch.randn(3))
+
+        (record,) = guard.findings.records.values()
+        assert (record.verdict, record.call) == (Verdict.EQUIVALENT, 1)
+        assert record.directory == str(tmp_path / "guard" / "0001-dynamo")
+        assert (tmp_path / "guard" / "0001-dynamo-2").is_dir()
+
+    def test_a_call_that_cannot_be_recorded_does_not_name_the_recording_of_another(self, tmp_path, monkeypatch):
+        guard = guarded("aot_eager", tmp_path, record="always", every=2, check="off")
+        compiled = torch.compile(lambda x: torch.sin(x), backend=guard, dynamic=False)
+        compiled(torch.randn(3))
+        monkeypatch.setattr(guarded_graph.recordings, "write", lambda *_: 1 / 0)
+        compiled(torch.randn(3))
+
+        (record,) = guard.findings.records.values()
+        assert (record.call, record.directory) == (2, None)
+
     def test_what_cannot_be_recorded_is_said(self, tmp_path):
         class Opaque:
             def __deepcopy__(self, memo):

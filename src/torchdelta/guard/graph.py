@@ -233,7 +233,9 @@ class GuardedGraph:
         exception while checking; one that is neither UncheckedCall nor a TorchDeltaError becomes a note too. Raise
         Diverged or CompilerFailed for a failure if the config says `on_failure="raise"`.
         """
-        record = replace(self.record, call=self.calls)
+        # only the first call shares its directory, with the compilation
+        directory = self.record.directory if self.calls <= 1 else None
+        record = replace(self.record, call=self.calls, directory=directory)
         try:
             if self.config.record == "always":
                 # recorded first, because the call may end the process
@@ -327,11 +329,12 @@ class GuardedGraph:
     def _leave_unchecked(self, record: GuardedGraphRecord) -> None:
         """Update the record, which says why a call was not checked; drop the original graph if it is not needed later.
 
-        If the graph could not be compiled and the config says `fallback`, the original graph runs from now on, with a
+        A record with a verdict stays as it is, because verdict, call and directory are those of the checked call. If
+        the graph could not be compiled and the config says `fallback`, the original graph runs from now on, with a
         warning if it is the first of the run.
         """
-        # a verdict that the record has is about the call that was checked
-        self._update(record if record.verdict is None else replace(record, call=self.record.call))
+        if self.record.verdict is None:
+            self._update(record)
         if self.error is not None and self.config.on_failure == "fallback":
             self._fall_back()
             self.findings.warn_once(f"{record.name}: {_describe_error(self.error)}; it runs eagerly from now on")
