@@ -332,6 +332,25 @@ class TestAnAotTrace:
 
         assert trace(torch.zeros(3, requires_grad=True)).requires_grad
 
+    def test_that_was_made_without_gradients_is_not_used_where_they_are_on(self):
+        trace = self.traced(lambda x: x * 2)
+        x = torch.zeros(3, requires_grad=True)
+        with torch.no_grad():
+            assert not trace(x).requires_grad
+
+        assert trace(x).requires_grad
+        with torch.no_grad():
+            assert not trace(x).requires_grad
+        assert len(trace.traces) == 2
+
+    def test_that_was_made_under_autocast_is_not_used_outside_of_it(self):
+        trace = self.traced(lambda x: x @ x)
+        x = torch.ones(3, 3)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert trace(x).dtype is torch.bfloat16
+
+        assert trace(x).dtype is torch.float32
+
 
 def test_an_infinite_error_ranks_first_where_nothing_is_allowed():
     def judged(error, allowed):

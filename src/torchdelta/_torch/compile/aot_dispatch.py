@@ -21,6 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from torchdelta._torch.compile.aot import run_uncompiled
 from torchdelta._torch.compile.dynamo import Witness
+from torchdelta._torch.process import runtime
 from torchdelta._torch.tensors import storage_key
 
 PARTITIONERS = {"min-cut": min_cut_rematerialization_partition, "default": default_partition}
@@ -131,6 +132,7 @@ class AotTrace:
             fakes=fakes,
             need_gradients=[tensor.requires_grad for tensor in inputs],
             strides=[_strides(tensor) for tensor in inputs],
+            modes=_modes(),
         )
 
     def _first_call(self, trace: _Trace, inputs: Sequence[torch.Tensor]) -> Any:
@@ -163,14 +165,18 @@ class _Trace:
     fakes: Sequence[FakeTensor]
     need_gradients: list[bool]
     strides: list[tuple[int, ...]]
+    modes: tuple[Any, ...]
+    """The `_modes` in which it was made: they decide whether it has a backward, and which casts are in it."""
 
     def fits(self, inputs: Sequence[torch.Tensor], plain: tuple[Any, ...], spec: TreeSpec) -> bool:
         """Tell whether the trace holds for a call with these inputs, whatever the values of the tensors are.
 
         `inputs` are the tensors, `plain` the other arguments, `spec` their structure. Structure, plain values, dtypes,
-        `requires_grad`, sharing of memory, shapes and strides have to be the same; a dynamic trace asks its guards
-        instead of comparing shapes and strides. Devices, grad mode and autocast are not compared.
+        `requires_grad`, sharing of memory, shapes and strides have to be the same, and so have grad mode, inference mode
+        and autocast; a dynamic trace asks its guards instead of comparing shapes and strides. Devices are not compared.
         """
+        if _modes() != self.modes:
+            return False
         if spec != self.spec or not _are_same(plain, self.plain) or _sharing(inputs) != self.sharing:
             return False
         if any(fake.dtype != tensor.dtype for fake, tensor in zip(self.fakes, inputs, strict=True)):
@@ -182,6 +188,11 @@ class _Trace:
             return has_shapes and [_strides(tensor) for tensor in inputs] == self.strides
         assert self.mode.shape_env is not None
         return bool(self.mode.shape_env.evaluate_guards_for_args(list(self.fakes), list(inputs), ignore_static=False))
+
+
+def _modes() -> tuple[Any, ...]:
+    """Return whether gradients and inference mode are on, and device and dtype of the active autocast, or None."""
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), runtime.autocast()
 
 
 def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
