@@ -172,8 +172,8 @@ class _Trace:
         """Tell whether the trace holds for a call with these inputs, whatever the values of the tensors are.
 
         `inputs` are the tensors, `plain` the other arguments, `spec` their structure. Structure, plain values, dtypes,
-        `requires_grad`, sharing of memory, shapes and strides have to be the same, and so have grad mode, inference mode
-        and autocast; a dynamic trace asks its guards instead of comparing shapes and strides. Devices are not compared.
+        `requires_grad`, sharing of memory, shapes, strides, grad mode, inference mode and autocast have to be the same;
+        a dynamic trace asks its guards instead of comparing shapes and strides. Devices are not compared.
         """
         if _modes() != self.modes:
             return False
