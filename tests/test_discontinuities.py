@@ -321,6 +321,44 @@ def test_the_margin_is_the_distance_from_the_edge_of_each_decision(decide, value
     assert watch.margin_of(decided)[0].item() == pytest.approx(margin, abs=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("take", "margins"),
+    [
+        (lambda whole: whole.unbind(0)[1], [0.3, 0.2]),
+        (lambda whole: whole.split(1)[1], [[0.3, 0.2]]),
+        (lambda whole: whole.chunk(2, 1)[0], [[0.1], [0.3]]),
+        (lambda whole: whole.max(), 0.2),
+        (lambda whole: whole.amin(1, keepdim=True), [[0.1], [0.3]]),
+        (lambda whole: whole.amax(dim=0), [0.3, 0.2]),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
+def test_a_part_and_an_extreme_of_decided_values_have_the_margins_of_their_elements(take, margins, dtype):
+    x = torch.tensor([[0.4, 1.6], [2.2, 3.7]], dtype=torch.float64)
+    with MarginWatch() as watch:
+        part = take(x.round().to(dtype))
+
+    torch.testing.assert_close(watch.margin_of(part)[0], torch.tensor(margins, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("take", [lambda whole: whole.unbind(0), lambda whole: whole.float().max().long()])
+def test_margins_are_known_behind_an_unbind_and_a_maximum(take):
+    x = torch.tensor([(0.5 + 2.0**-24) / 1.1, 0.2, 0.1])
+
+    def reference(x):
+        return take((x * 1.1).round().long())
+
+    def to_the_other_side(x):
+        return take((x * 1.1 - 2.0**-23).round().long())
+
+    report = td.check(reference, (x,), candidate=to_the_other_side)
+    off = td.check(reference, (x + 0.2,), candidate=lambda x: take((x * 1.1).round().long() + 1))
+
+    assert report.verdict is Verdict.INCONCLUSIVE
+    assert off.verdict is Verdict.DIVERGED
+    assert not any("margins are not known" in note for note in (*report.notes, *off.notes))
+
+
 def test_an_overflow_that_is_avoided_is_not_rounding_of_the_choice():
     x = torch.tensor([[200.0, 300.0, 10.0]], dtype=torch.float16)
 

@@ -105,6 +105,8 @@ _DECIDERS: dict[str, _Decider] = {
 # these move elements of one tensor, so a margin can be moved along by the same call
 _MOVES = frozenset({aten.clone.default, aten.flip.default, aten.index_select.default, aten.roll.default})
 
+_EXTREMES = frozenset({aten.max.default, aten.min.default, aten.amax.default, aten.amin.default})
+
 
 def is_choice(func: OpOverload, args: tuple[Any, ...]) -> bool:
     """Tell whether a call returns indices of floats that it chose: argmax, argmin, max and min by dim, topk, sort.
@@ -340,9 +342,9 @@ class DecisionReplay(OperationMode):
 class MarginWatch(OperationMode):
     """While active, keeps the margins of integers and booleans that were decided among floats, and of rounded floats.
 
-    A margin goes where its element goes: through views, some moves, casts and pointwise operations. Where several
-    elements meet, the smallest margin counts. Whole floats that are computed from rounded ones keep the margins, so
-    that a cast to integers behind a clamp is not a second decision.
+    A margin goes where its element goes: through views, some moves, casts, pointwise operations, and into a maximum or
+    minimum. Where several elements meet, the smallest margin counts. Whole floats that are computed from rounded ones
+    keep the margins, so that a cast to integers behind a clamp is not a second decision.
     """
 
     def __init__(self) -> None:
@@ -359,12 +361,18 @@ class MarginWatch(OperationMode):
         The decided output is the first tensor that is not of floats, or the result of a rounding, or whole floats that
         are computed from operands with margins. An operation of `_DECIDERS` whose first tensor is of floats gives new
         margins, except for a cast of a decided value. Others hand on the smallest of those of their operands, with the
-        name of the first; nothing is kept if one of them is not known any more: see `_moved_margins`.
+        name of the first; nothing is kept if one of them is not known any more: see `_moved_margins`. Of several views,
+        as `unbind` returns them, each keeps its own.
         """
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         known = [margin for operand in operands if (margin := self.margin_of(operand)) is not None]
+        if func.is_view and known and isinstance(result, (tuple, list)):
+            margins, name = known[0]
+            for view, moved in zip(result, func(margins, *args[1:], **kwargs), strict=True):
+                self._keep(view, moved, name)
+            return result
         decided = _decided_output(func, result)
         if decided is None and known and isinstance(result, torch.Tensor) and _are_whole(result):
             decided = result
@@ -373,11 +381,10 @@ class MarginWatch(OperationMode):
         decider = _decider_of(func)
         # a cast of a decided value is not a second decision
         is_second = func is aten._to_copy.default and bool(known)
-        if decider is not None and operands[0].is_floating_point() and not is_second:
-            if decider.margins is not None:
-                self._keep(decided, decider.margins(*args, **kwargs), _name_of(func))
-            else:
-                self._keep(decided, Choice.of(func, args, kwargs, decided).margins(), _name_of(func))
+        if is_choice(func, args):
+            self._keep(decided, Choice.of(func, args, kwargs, decided).margins(), _name_of(func))
+        elif decider is not None and decider.margins is not None and operands[0].is_floating_point() and not is_second:
+            self._keep(decided, decider.margins(*args, **kwargs), _name_of(func))
         elif known:
             moved = [_moved_margins(margins, func, args, kwargs) for margins, _ in known]
             self._keep(decided, _smallest(moved, decided.shape), known[0][1])
@@ -436,14 +443,33 @@ def _moved_margins(
 ) -> torch.Tensor | None:
     """Return the margins of a call's result, given those of one decided operand; None if they are not known.
 
-    They are known for a view, a move (`_MOVES`), a pointwise operation and a cast. A view or move is run on `margins`
-    in place of its first argument; otherwise `margins` themselves are returned, which may have to be broadcast. Of a
-    sum they are not known: how far it moves depends on how many elements are near their edge.
+    They are known for a view, a move (`_MOVES`), a pointwise operation, a cast, and a maximum or minimum
+    (`_EXTREMES`) of numbers. A view or move is run on `margins` in place of its first argument; an extreme has the
+    smallest margin of the elements that are as large as it; otherwise `margins` themselves are returned, which may have
+    to be broadcast. Of a sum, or an extreme of booleans, they are not known: how far it moves depends on how many
+    elements are near their edge.
     """
+    if func in _EXTREMES and args[0].dtype is not torch.bool:
+        return _margins_of_extreme(margins, func, args, kwargs)
     if func.is_view or func in _MOVES:
         moved: torch.Tensor = func(margins, *args[1:], **kwargs)
         return moved
     return margins if torch.Tag.pointwise in func.tags or func is aten._to_copy.default else None
+
+
+def _margins_of_extreme(
+    margins: torch.Tensor, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.Tensor:
+    """Return the margins of a maximum or minimum, given those of the values that it is taken of.
+
+    A decision moves a value to the next one at most, so only the elements that equal the extreme can move it.
+    """
+    values, dims, keepdim = args[0], (), False
+    if func in (aten.amax.default, aten.amin.default):
+        named = dict(zip(("self", "dim", "keepdim"), args, strict=False)) | kwargs
+        dims, keepdim = tuple(named.get("dim", ())), bool(named.get("keepdim", False))
+    extreme = (torch.amax if func in (aten.max.default, aten.amax.default) else torch.amin)(values, dims, keepdim=True)
+    return torch.amin(margins.where(values == extreme, torch.inf), dims, keepdim=keepdim)
 
 
 def _smallest(margins: list[torch.Tensor | None], shape: torch.Size) -> torch.Tensor | None:
