@@ -146,3 +146,15 @@ def test_each_iteration_and_step_gets_inputs_that_no_call_has_changed(stages):
 
     assert report.verdict is Verdict.EQUIVALENT
     assert not any("did not run" in stage.reason for stage in report.stages)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_an_exported_program_that_returns_float8_is_asked_with_other_values(dtype):
+    class Narrow(torch.nn.Module):
+        def forward(self, x):
+            return x.to(dtype)
+
+    report = td.check(Narrow(), (torch.linspace(-1, 1, 8),), transform="export")
+
+    assert report.verdict is td.Verdict.EQUIVALENT
+    assert any("other values" in note for note in report.notes)

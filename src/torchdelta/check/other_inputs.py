@@ -15,6 +15,7 @@ import torch
 
 from torchdelta._torch.pytree import tree_map_only
 from torchdelta.check.baseline import Baseline
+from torchdelta.compare.spread import is_finite
 from torchdelta.errors import EagerFails, ProgramError, TorchDeltaError
 from torchdelta.program.examples import (
     are_shared,
@@ -58,7 +59,8 @@ def extend(baseline: Baseline, transform: Transform, notes: list[str]) -> Baseli
         outputs = _forward(baseline, other)
         if outputs is not None and _is_finite(outputs) >= _is_finite(expected):
             notes.append(f"iterations[{baseline.plan.iterations}] has {_told(program, other)}")
-            plan = replace(baseline.plan, further=(*baseline.plan.further, (other.args, dict(other.kwargs))))
+            further = (*baseline.plan.further, (other.args, dict(other.kwargs)))
+            plan = replace(baseline.plan, further=further, cotangent_dtypes=None)
             return Baseline(
                 program=program,
                 plan=plan,
@@ -142,7 +144,7 @@ def _forward(baseline: Baseline, program: Program) -> list[torch.Tensor] | None:
 
 def _is_finite(outputs: list[torch.Tensor]) -> bool:
     """Tell whether all outputs of floats are finite; other outputs do not count."""
-    return all(bool(torch.isfinite(output).all()) for output in outputs if output.is_floating_point())
+    return all(is_finite(output) for output in outputs if output.is_floating_point())
 
 
 def _told(program: Program, other: Program) -> str:
