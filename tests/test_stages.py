@@ -101,6 +101,46 @@ def test_a_cotangent_is_the_same_for_every_side_and_another_for_every_output():
     assert not torch.equal(cotangent_for(output, "a", 0), cotangent_for(output, "b", 0))
 
 
+def test_a_cotangent_has_all_digits_of_the_dtype_that_it_is_exact_in():
+    output = torch.empty(400)
+    fine = cotangent_for(output.double(), "a", 0, torch.float32)
+
+    assert torch.equal(fine, cotangent_for(output, "a", 0, torch.float32).double())
+    assert not torch.equal(fine, fine.bfloat16().double())
+    assert not torch.equal(cotangent_for(output.double(), "a", 0, torch.float64), fine)
+
+
+class Narrowed(torch.autograd.Function):
+    """An identity whose backward narrows the gradient."""
+
+    @staticmethod
+    def forward(ctx, x, dtype):
+        ctx.dtype = dtype
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.to(ctx.dtype).to(gradient.dtype), None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "narrow", "verdict"),
+    [
+        (torch.float32, torch.bfloat16, Verdict.DIVERGED),
+        (torch.float32, torch.float64, Verdict.EQUIVALENT),
+        (torch.float64, torch.float32, Verdict.DIVERGED),
+        (torch.bfloat16, torch.float32, Verdict.EQUIVALENT),
+        (torch.float16, torch.bfloat16, Verdict.DIVERGED),
+    ],
+)
+def test_a_backward_that_narrows_the_gradient_of_an_output_diverges(dtype, narrow, verdict):
+    x = torch.linspace(-1, 1, 64, dtype=dtype, requires_grad=True)
+
+    report = td.check(lambda x: x * 3, (x,), candidate=lambda x: Narrowed.apply(x * 3, narrow))
+
+    assert report.verdict is verdict
+
+
 def test_complex_outputs_are_differentiated():
     x = torch.randn(4, dtype=torch.complex64, requires_grad=True)
 

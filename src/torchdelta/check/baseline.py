@@ -100,13 +100,14 @@ class Baseline:
         """Run a copy of the program eagerly within these modes, and return the observation of its stages.
 
         With `lifted` it runs in float64, and draws random numbers in the dtype `draws`, or in `drawn_in` if that is
-        None; unless it has a `lifted_call`, the reference runs first if it did not yet. With `noise` its roundings are
-        moved. `plan` replaces the baseline's own; `keeps` and `before_step` are those of `stages.observe`. Raise
-        SideFailed if the program raises, or if in float64 it asks a question about dtypes that the reference did not
-        ask there, because then it takes another path; a program with a `lifted_call` may ask any. Raise
-        YardstickTouched if a candidate changed how this process runs it, and ProgramError if it cannot be copied.
+        None; the reference runs first if it did not yet, because cotangents have its dtypes. With `noise` its
+        roundings are moved. `plan` replaces the baseline's own; `keeps` and `before_step` are those of
+        `stages.observe`. Raise SideFailed if the program raises, or if in float64 it asks a question about dtypes that
+        the reference did not ask there, because then it takes another path; a program with a `lifted_call` may ask any.
+        Raise YardstickTouched if a candidate changed how this process runs it, and ProgramError if it cannot be copied.
         """
         self._require_untouched()
+        _ = self.reference if lifted else None
         replay = self._replay() if lifted else None
         modes = modes if replay is None else (*modes, replay)
         side, convert, scope = self._prepare(modes, lifted=lifted, noise=noise, draws=draws)
@@ -392,7 +393,7 @@ class Baseline:
         state that a program keeps may be overwritten where its gradient needs it; a note says so if the retry runs.
         If it raises in a later iteration in a stage other than `steps`, the plan is cut to the iterations before, and
         `shortfall` says so. Raise ProgramError if the run changes a tensor of the original, or one that all copies
-        share. Sets `recorded_answers`.
+        share. Sets `recorded_answers`, and the plan's dtypes of cotangents.
         """
         try:
             name = self.program.name
@@ -403,6 +404,7 @@ class Baseline:
                 record = DtypeRecord()
                 run = self.observe(record)
                 self.recorded_answers = record.answers
+                self.plan = replace(self.plan, cotangent_dtypes=run.cotangent_dtypes)
                 return run
         except SideFailed as failed:
             if self.plan.further and failed.stage != "steps" and failed.iteration >= self.plan.iterations:

@@ -128,7 +128,7 @@ def _ask_graph(graph: CapturedGraph, number: int, baseline: Baseline, transform:
             args=graph.inputs,
             lifted_call=lift_graph(copy.deepcopy(graph.graph)),
         ),
-        plan=replace(baseline.plan, stages=stages, iterations=1, further=(), loss=None),
+        plan=replace(baseline.plan, stages=stages, iterations=1, further=(), loss=None, cotangent_dtypes=None),
         deterministic=baseline.deterministic,
         anomaly=baseline.anomaly,
     )

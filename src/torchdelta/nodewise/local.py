@@ -299,26 +299,35 @@ def _is_broken(comparison: Comparison) -> bool:
     return any(not breach.excused for breach in comparison.contract)
 
 
-def cotangents_for(value: Any, path: str, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def cotangents_for(
+    value: Any, path: str, seed: int, dtypes: dict[str, torch.dtype]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return a (tensor, random cotangent) pair for each tensor in a value that requires grad; may be an empty list.
 
-    The random numbers follow from `path`, which is the name of the value, the tensor's place in it, and the seed.
+    The random numbers follow from `path`, which is the name of the value, the tensor's place in it, and the seed. They
+    are exact in the dtype that `dtypes` has for the place; a place without one gets the tensor's.
     """
     return [
-        (leaf, cotangent_for(leaf, place, seed))
+        (leaf, cotangent_for(leaf, place, seed, dtypes.setdefault(place, leaf.dtype)))
         for place, leaf in leaves_of(value, path).items()
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad
     ]
 
 
 def gradients(
-    run: RunRegion, inputs: Mapping[Any, Any], wanted: Iterable[Any], path: str, seed: int
+    run: RunRegion,
+    inputs: Mapping[Any, Any],
+    wanted: Iterable[Any],
+    path: str,
+    seed: int,
+    dtypes: dict[str, torch.dtype],
 ) -> dict[str, torch.Tensor]:
     """Return the gradients of the float and complex tensors in the wanted inputs of a region, under random cotangents.
 
     `inputs` are the values that `run` takes, by key, and `wanted` are some of their keys. The result is by key and the
-    tensor's number in that input: `x[0].grad`. The cotangents follow from `path` and `seed`. A tensor that the result
-    does not depend on has a gradient of zeros.
+    tensor's number in that input: `x[0].grad`. The cotangents follow from `path` and `seed`, and are exact in `dtypes`,
+    which the first call for a region fills, in place. A tensor that the result does not depend on has a gradient of
+    zeros.
     """
     leaves: dict[Any, Any] = dict(inputs)
     trained: dict[str, torch.Tensor] = {}
@@ -333,7 +342,7 @@ def gradients(
 
         leaves[key] = map_leaves(inputs[key], train)
     with torch.enable_grad():
-        roots = cotangents_for(run(leaves), path, seed)
+        roots = cotangents_for(run(leaves), path, seed, dtypes)
         if not roots or not trained:
             return {name: torch.zeros_like(leaf) for name, leaf in trained.items()}
         slopes = torch.autograd.grad(

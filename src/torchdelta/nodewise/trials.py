@@ -125,9 +125,10 @@ class Trial:
         comparison that is DIVERGED.
         """
         name = self.pair.reference.result.name
+        dtypes: dict[str, torch.dtype] = {}  # those of the reference, which runs first
 
         def gradients_of(run: Callable[[Mapping[Any, Any]], Any], values: Mapping[Any, Any]) -> Any:
-            return gradients(run, values, self.trained_inputs, name, self.judge.seed)
+            return gradients(run, values, self.trained_inputs, name, self.judge.seed, dtypes)
 
         def run_candidate(inputs: Mapping[Any, Any]) -> Any:
             return self._run_candidate({**self.values, **inputs}, replacements)

@@ -31,8 +31,9 @@ from torchdelta.compare.kernels import measure
 from torchdelta.compare.leaves import Container, Leaves, leaves_of
 from torchdelta.program.copies import Convert, copy_together
 from torchdelta.program.examples import randomise
+from torchdelta.program.hidden_state import GENERATORS, hidden_state
 from torchdelta.program.sides import Side, registered_in
-from torchdelta.program.unregistered import PLAIN, generator_state, name_of
+from torchdelta.program.unregistered import PLAIN, attributes_of, name_of
 from torchdelta.registry import Registry
 
 _ABSENT = Container("nothing")
@@ -61,6 +62,11 @@ class Plan:
     loss: Loss | None = None
     differentiates_state: bool = True
     """Whether state and inputs that a call computed have cotangents, and not only its outputs."""
+    cotangent_dtypes: Mapping[str, torch.dtype] | None = None
+    """The dtypes in which cotangents are exact, by the path of what they are for; None: in that of the tensor itself.
+
+    These are the reference's, so that other sides get the same numbers, whatever dtype they compute in.
+    """
     further: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...] = ()
     """Other arguments and keywords of the program; each is one more iteration, behind those with random values."""
 
@@ -83,6 +89,8 @@ class Observation:
     random_states: list[int] = field(default_factory=list)
     """The hash of the state in which each call left the process's random generators."""
     is_differentiable: bool = False
+    cotangent_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    """The dtypes of the tensors that had a cotangent, by path."""
 
     def complete(self, stage: str, paths: Iterable[str]) -> None:
         """Add the leaves at these paths from `untouched` to a stage; do nothing if the stage did not run.
@@ -300,7 +308,7 @@ class _Observer:
         `aliases`, `state_names`, `written` and `untouched` of the observation.
         """
         leaves = self._leaves("forward")
-        for path, value in leaves_of(outputs, "outputs").items():
+        for path, value in {**leaves_of(outputs, "outputs"), **_attributes_in({"outputs": outputs})}.items():
             leaves[prefix + path] = _snapshot(value)
         around = _tensors_in(_inputs_and_state(self.side))
         for path, tensor in around.items():
@@ -385,11 +393,21 @@ class _Observer:
             cotangents = [torch.ones_like(roots["loss"])]
         else:
             roots = self._roots(outputs)
-            cotangents = [cotangent_for(value, prefix + path, self.plan.seed) for path, value in roots.items()]
+            cotangents = [self._cotangent(value, prefix + path) for path, value in roots.items()]
         self.observation.is_differentiable = any(root.requires_grad for root in roots.values())
         if self.observation.is_differentiable:
             with self._stage(stage):
                 torch.autograd.backward(list(roots.values()), cotangents)
+
+    def _cotangent(self, root: torch.Tensor, path: str) -> torch.Tensor:
+        """Return the random cotangent of a root, exact in the dtype that the plan has for its path.
+
+        A path that the plan's dtypes lack gets one that is exact in every dtype. The root's own dtype is recorded.
+        """
+        self.observation.cotangent_dtypes[path] = root.dtype
+        dtypes = self.plan.cotangent_dtypes
+        exact_in = root.dtype if dtypes is None else dtypes.get(path, COARSEST)
+        return cotangent_for(root, path, self.plan.seed, exact_in)
 
     def _roots(self, outputs: Any) -> dict[str, torch.Tensor]:
         """Return the differentiable tensors that the last call left behind, by path.
@@ -489,15 +507,20 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, trained: Mapping[str, tor
     return {name: state[name] for name in (*trained, *state) if name in state}
 
 
-def cotangent_for(output: torch.Tensor, path: str, seed: int) -> torch.Tensor:
-    """Return a random cotangent for an output: the same numbers for the same path, shape and seed, in any dtype.
+COARSEST = torch.bfloat16
+"""The values of this dtype are exact in every dtype that a side may have, but for the range of float16."""
 
-    It has the output's shape, dtype and device; its values are exact in bfloat16. Complex outputs get other numbers.
+
+def cotangent_for(output: torch.Tensor, path: str, seed: int, exact_in: torch.dtype = COARSEST) -> torch.Tensor:
+    """Return a random cotangent for an output: the same numbers for the same path, shape, seed and `exact_in`.
+
+    It has the output's shape, dtype and device; its values are those of the dtype `exact_in`, or of its real parts.
+    Complex outputs get other numbers.
     """
     generator = torch.Generator().manual_seed(seed ^ zlib.crc32(path.encode()))
     shape = (*output.shape, 2) if output.is_complex() else tuple(output.shape)
-    # rounded to bfloat16, whose values are exact in every dtype that a side may have
-    drawn = torch.randn(shape, generator=generator).to(torch.bfloat16).to(torch.float64)
+    drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
+    drawn = drawn.to(exact_in.to_real()).to(torch.float64)
     if output.is_complex():
         drawn = torch.view_as_complex(drawn)
     return drawn.to(device=output.device, dtype=output.dtype)
@@ -581,15 +604,31 @@ def _plain_leaves(values: Mapping[str, Any]) -> Leaves:
     """Return the containers, plain values, NumPy arrays and generators within named values, by path.
 
     Of inputs, these may change too: a call may append to a list, for example. A generator is represented by its state.
-    Tensors are left out, except for the state of a torch generator.
+    Tensors are left out, except for the state of a torch generator; of their attributes, `_attributes_in` is added.
     """
-    leaves: Leaves = {}
+    leaves = _attributes_in(values)
     for name, value in values.items():
         for path, leaf in leaves_of(value, name).items():
             if isinstance(leaf, (Container, np.ndarray, *PLAIN)):
                 leaves[path] = leaf
-            elif (state := generator_state(leaf)) is not None:
+            elif isinstance(leaf, GENERATORS) and (state := hidden_state(leaf)) is not None:
                 leaves.update({f"{path}{step}": part for step, part in state})
+    return leaves
+
+
+def _attributes_in(values: Mapping[str, Any]) -> Leaves:
+    """Return what the user's code keeps in attributes of the tensors within named values, by path: `outputs.scale`.
+
+    Only tensors, containers, plain values and arrays among these are returned.
+    """
+    leaves: Leaves = {}
+    for name, value in values.items():
+        for path, leaf in leaves_of(value, name).items():
+            attributes = attributes_of(leaf) if isinstance(leaf, torch.Tensor) else {}
+            for attribute, item in attributes.items():
+                below = leaves_of(item, f"{path}.{attribute}").items()
+                kinds = (torch.Tensor, Container, np.ndarray, *PLAIN)
+                leaves.update({place: part for place, part in below if isinstance(part, kinds)})
     return leaves
 
 
