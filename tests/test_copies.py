@@ -326,3 +326,58 @@ def test_a_lock_or_a_logger_beside_the_model_is_no_obstacle():
             return model(x)
 
     assert td.check(call, (torch.ones(1, 2),), candidate=call).verdict is td.Verdict.EQUIVALENT
+
+
+class Logging(nn.Module):
+    """Appends to a list by a builtin method that it keeps."""
+
+    def __init__(self, added=1):
+        super().__init__()
+        self.log, self.added = [], added
+        self.push = self.log.append
+
+    def forward(self, x):
+        self.push(self.added)
+        return x * 2
+
+
+def test_a_builtin_method_of_a_copy_works_on_the_copied_list():
+    original = Logging()
+    duplicate = copied(original)
+    duplicate(X)
+
+    assert duplicate.log == [1]
+    assert original.log == []
+
+
+def test_a_list_that_is_changed_by_a_builtin_method_is_compared():
+    user = Logging()
+
+    assert td.check(user, (X,), candidate=Logging(2)).verdict is td.Verdict.DIVERGED
+    assert td.check(user, (X,), candidate=Logging(1)).verdict is td.Verdict.EQUIVALENT
+    assert user.log == []
+
+
+class Scaled(nn.Module):
+    def __init__(self, slope: float = 1.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.slope = nn.Linear(2, 2), slope
+
+    def forward(self, x):
+        y = self.layer(x)
+        return y.detach() + (y - y.detach()) * self.slope
+
+
+X = torch.linspace(-1, 1, 6).reshape(3, 2)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.parametrize("script", [torch.jit.script, lambda module: torch.jit.trace(module, (X,))])
+def test_a_module_of_torchscript_has_gradients_of_its_own(script):
+    user = script(Scaled())
+
+    assert td.check(user, (X,), candidate=script(Scaled())).verdict is td.Verdict.EQUIVALENT
+    assert td.check(user, (X,), candidate=Scaled()).verdict is td.Verdict.EQUIVALENT
+    assert td.check(user, (X,), candidate=script(Scaled(1.5))).verdict is td.Verdict.DIVERGED
+    assert all(parameter.grad is None for parameter in user.parameters())

@@ -251,6 +251,21 @@ def test_a_candidate_must_choose_as_the_truth_in_all_leaves(program):
     assert td.check(program, (x, w), candidate=mixed).verdict is Verdict.INCONCLUSIVE
 
 
+@pytest.mark.parametrize("program", [with_counts, with_rows])
+def test_values_at_other_indices_than_those_that_are_returned_are_not_equivalent(program):
+    x, w = routing_inputs()
+    x = x.repeat(4, 1) + torch.arange(4).repeat_interleave(512)[:, None].bfloat16() / 64
+
+    def mixed(x, w):
+        return program(x, w)[0], program(x.double(), w.double())[1]
+
+    def as_the_reference(x, w):
+        return tuple(each.clone() for each in program(x, w))
+
+    assert td.check(program, (x, w), candidate=mixed).verdict is not Verdict.EQUIVALENT
+    assert td.check(program, (x, w), candidate=as_the_reference).verdict is Verdict.EQUIVALENT
+
+
 def split_in_two(x, w):
     return x[:, :32] @ w[:32] + x[:, 32:] @ w[32:]
 

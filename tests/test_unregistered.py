@@ -3,8 +3,12 @@
 For each place there is a candidate that forgets to write to it, or writes something else, and a correct twin.
 """
 
+import array
 import collections
+import ctypes
 import dataclasses
+import io
+import itertools
 import random
 import time
 import types
@@ -850,3 +854,125 @@ def test_floats_in_a_large_container_are_judged_as_numbers(kind, call, verdict):
     assert logged
     assert {each.verdict for each in logged} >= {verdict}
     assert report.verdict is verdict
+
+
+def advance(iterator, count):
+    for _ in range(count):
+        next(iterator)
+
+
+HIDDEN = {
+    "text": (io.StringIO, lambda value, more: value.write("ac" if more else "ab")),
+    "bytes": (io.BytesIO, lambda value, more: value.write(b"ac" if more else b"ab")),
+    "array": (lambda: array.array("d", [0.0, 1.0]), lambda value, more: value.append(2.0 + more)),
+    "ctypes": (ctypes.c_int * 2, lambda value, more: value.__setitem__(0, value[0] + 1 + more)),
+    "count": (itertools.count, lambda value, more: [next(value) for _ in range(1 + more)]),
+    "list": (lambda: iter([1, 2, 3, 4, 5, 6]), lambda value, more: [next(value) for _ in range(1 + more)]),
+    "zip": (
+        lambda: zip(range(9), "abcdefghi", strict=True),
+        lambda value, more: [next(value) for _ in range(1 + more)],
+    ),
+}
+shared_text, shared_numbers, shared_items = io.StringIO(), array.array("d"), iter([1, 2, 3, 4, 5, 6, 7, 8, 9])
+
+
+class Hiding(nn.Module):
+    """Keeps state in an object without attributes."""
+
+    def __init__(self, kind, more):
+        super().__init__()
+        make, self.use = HIDDEN[kind]
+        self.hidden, self.more = make(), more
+
+    def forward(self, x):
+        self.use(self.hidden, self.more)
+        return x * 2
+
+
+def hiding(kind, more):
+    """A function that keeps such an object in its closure."""
+    make, use = HIDDEN[kind]
+    hidden = make()
+
+    def call(x):
+        use(hidden, more)
+        return x * 2
+
+    return call
+
+
+@pytest.mark.parametrize("kind", HIDDEN)
+@pytest.mark.parametrize("make", [Hiding, hiding])
+def test_an_object_without_attributes_is_compared(make, kind):
+    assert td.check(make(kind, 0), (X,), candidate=make(kind, 1)).verdict is DIVERGED
+    assert td.check(make(kind, 0), (X,), candidate=make(kind, 0)).verdict is EQUIVALENT
+
+
+def test_a_global_object_without_attributes_is_put_back_before_each_run():
+    def write(x):
+        shared_text.write("a")
+        shared_numbers.append(1.0)
+        next(shared_items)
+        return x * 2
+
+    def write_more(x):
+        shared_text.write("b")
+        shared_numbers.append(1.0)
+        next(shared_items)
+        return x * 2
+
+    assert diverged(td.check(write, (X,), candidate=write_more)) == ["attributes['shared_text'].text"]
+    assert td.check(write, (X,), candidate=lambda x: write(x) * 1).verdict is EQUIVALENT
+    assert (shared_text.getvalue(), len(shared_numbers), next(shared_items)) == ("", 0, 1)
+
+
+def test_state_that_python_cannot_read_is_named():
+    numbers = (number for number in range(9))
+
+    def call(x):
+        return x + 0 * next(numbers)
+
+    report = td.check(call, (X,), candidate=lambda x: x + 0)
+
+    assert any("cannot read was not compared: attributes['numbers'] (generator)" in note for note in report.notes)
+    assert not any("cannot read" in note for note in td.check(lambda x: x, (X,), candidate=lambda x: x).notes)
+
+
+def test_attributes_of_outputs_and_inputs_are_compared():
+    def mark(x, output, given):
+        y = x + 1
+        y.scale, x.seen = torch.tensor(output), given
+        return y
+
+    def check(output, given):
+        return td.check(lambda x: mark(x, 1.0, "a"), (X.clone(),), candidate=lambda x: mark(x, output, given))
+
+    assert diverged(check(2.0, "a")) == ["outputs.scale"]
+    assert diverged(check(1.0, "b")) == ["args[0].seen"]
+    assert check(1.0, "a").verdict is EQUIVALENT
+
+
+counts = {"n": 0}
+
+
+class Counting(nn.Module):
+    def forward(self, x):
+        counts["n"] += 1
+        return x * 2
+
+
+class CountingTwice(Counting):
+    def forward(self, x):
+        counts["n"] += 2
+        return x * 2
+
+
+class CountingAlike(Counting):
+    def forward(self, x):
+        counts["n"] += 1
+        return 2 * x
+
+
+def test_a_global_that_methods_of_two_classes_use_is_one_leaf():
+    assert diverged(td.check(Counting(), (X,), candidate=CountingTwice())) == ["attributes['counts']['n']"]
+    assert td.check(Counting(), (X,), candidate=CountingAlike()).verdict is EQUIVALENT

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from torch.fx import GraphModule
 
@@ -137,6 +138,7 @@ class Check(JudgingSteps[Observation]):
             stages = self._follow_decisions(self.judge())
         stages = self._doubt_few(self._doubt_unsteady(stages))
         self._note_generators()
+        self._note_unread()
         fine = steadiness.fine_gradients(stages)
         call = self.baseline.program.call
         has_gradients = isinstance(call, GraphModule) and takes_tangents(call)
@@ -333,13 +335,14 @@ class Check(JudgingSteps[Observation]):
     def ask_in_float64(self, stages: list[Stage], yardstick: Yardstick[Observation]) -> list[Stage]:
         """Return the stages with the answers to the semantic question, of the whole program or graph by graph.
 
-        Before that, leaves whose noise is nearly as large as their values are judged with replayed choices, and
-        narrowing casts that the candidate left out are noticed, because an answer in float64 replaces neither. If the
-        whole program was asked, integers may then become equivalent by `_settle_choices`, and answers inconclusive by
-        `_doubt_capture` if no leaf diverged natively. Sets `semantic_question`, and `answers` if the whole program was
-        asked.
+        Before that, leaves whose noise is nearly as large as their values are judged with replayed choices, values at
+        other indices than those that the candidate returns are doubted, and narrowing casts that the candidate left out
+        are noticed, because an answer in float64 replaces none of these. If the whole program was asked, integers may
+        then become equivalent by `_settle_choices`, and answers inconclusive by `_doubt_capture` if no leaf diverged
+        natively. Sets `semantic_question`, and `answers` if the whole program was asked.
         """
-        stages = self._notice_casts(self._replay_choices(stages, yardstick), yardstick)
+        stages = self._doubt_mixture(self._replay_choices(stages), yardstick)
+        stages = self._notice_casts(stages, yardstick)
         if self.lifted.is_by_graph:
             return self._ask_graphs(stages)
         self.semantic_question, self.answers = semantic.judge_lifted(
@@ -362,7 +365,7 @@ class Check(JudgingSteps[Observation]):
         is_asked = self.semantic_question == ASKED
         if not (is_open and is_asked and self.baseline.has_chosen) or "casts" in self.case.strict:
             return stages
-        replay = decisions.replay_reference(self.baseline, yardstick)
+        replay = self._replayed
         if replay is None or replay[0].truth is None:
             return stages
         assert yardstick.truth is not None
@@ -420,7 +423,7 @@ class Check(JudgingSteps[Observation]):
             self.notes.append(f"float64 was asked about each of {answer.count} graphs by itself: {why}")
         return [answer.add_to(stage) for stage in stages]
 
-    def _replay_choices(self, stages: list[Stage], yardstick: Yardstick[Observation]) -> list[Stage]:
+    def _replay_choices(self, stages: list[Stage]) -> list[Stage]:
         """Return the stages; coarse leaves are judged again by a truth and a noisy run that chose as the reference did.
 
         A coarse leaf differs, and its noise is nearly as large as its values. The new comparison counts only if it is
@@ -431,10 +434,9 @@ class Check(JudgingSteps[Observation]):
         is_coarse = any(steadiness.is_coarse(comparison) for stage in stages for comparison in stage.comparisons)
         if not is_coarse or not self.baseline.has_chosen or self.transform.traits.lowered_to is not None:
             return stages
-        replay = decisions.replay_reference(self.baseline, yardstick)
-        if replay is None:
+        if self._replayed is None:
             return stages
-        replayed, choices = replay
+        replayed, choices = self._replayed
         sharper: list[Stage] = []
         count = 0
         for stage in stages:
@@ -450,6 +452,29 @@ class Check(JudgingSteps[Observation]):
                 "held against a truth that chose as the reference did"
             )
         return sharper
+
+    def _doubt_mixture(self, stages: list[Stage], yardstick: Yardstick[Observation]) -> list[Stage]:
+        """Return the stages; floats at other indices than the candidate returns become inconclusive.
+
+        That is asked of forward and gradients if an integer output is the reference's where the truth chose another:
+        see `decisions.doubt_mixture`. The stages are returned unchanged if nothing was chosen, if there is nothing to
+        replay, or if the transform lowers precision.
+        """
+        truth, candidate = yardstick.truth, self.candidate.observation
+        if truth is None or not self.baseline.has_chosen or self.transform.traits.lowered_to is not None:
+            return stages
+        if not decisions.has_chosen_as_reference(self.reference, truth, candidate) or self._replayed is None:
+            return stages
+        replayed, _ = self._replayed
+        return [
+            stage if stage.name == "steps" else decisions.doubt_mixture(stage, self.compare(stage.name, replayed))
+            for stage in stages
+        ]
+
+    @cached_property
+    def _replayed(self) -> tuple[Yardstick[Observation], int] | None:
+        """Truth and noise with the reference's choices, as `decisions.replay_reference` returns them; run once."""
+        return decisions.replay_reference(self.baseline)
 
     def _notice_casts(self, stages: list[Stage], yardstick: Yardstick[Observation]) -> list[Stage]:
         """Return the stages with a breach of `casts` at each leaf in which the candidate keeps values wider; add notes.
@@ -534,6 +559,12 @@ class Check(JudgingSteps[Observation]):
                 "the candidate leaves the random generators of the process in another state than the program does: "
                 "what draws next gets other numbers"
             )
+
+    def _note_unread(self) -> None:
+        """Add a note that names up to four objects of the program whose state cannot be read."""
+        if unread := self.baseline.original.unrun.unread:
+            names = _first_four([f"{path} ({kind})" for path, kind in unread.items()])
+            self.notes.append(f"state that Python cannot read was not compared: {names}")
 
     def _doubt_few(self, stages: list[Stage]) -> list[Stage]:
         """Return the stages; diverged leaves of few elements that only the candidate rounds become inconclusive.

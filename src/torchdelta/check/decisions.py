@@ -80,14 +80,12 @@ SemanticComparisons = Mapping[str, Mapping[str, Comparison]]
 # Replay the reference's choices
 
 
-def replay_reference(
-    baseline: Baseline, yardstick: Yardstick[Observation]
-) -> tuple[Yardstick[Observation], int] | None:
+def replay_reference(baseline: Baseline) -> tuple[Yardstick[Observation], int] | None:
     """Run the truth and a noisy run with the reference's choices, where those are within rounding.
 
-    Before that, the reference runs once more to record its choices. Return a copy of the yardstick with these two in
-    place of its own truth and noisy runs, and the number of indices that the truth would have chosen otherwise. Return
-    None if that number is 0, or if the program fails with the choices, which is noted in the baseline.
+    Before that, the reference runs once more to record its choices. Return a yardstick of the reference and these two,
+    and the number of indices that the truth would have chosen otherwise. Return None if that number is 0, or if the
+    program fails with the choices, which is noted in the baseline.
     """
     record = DecisionRecord()
     with baseline.timed("replay"):
@@ -105,7 +103,7 @@ def replay_reference(
         except SideFailed as failed:
             baseline.notes.append(f"choices within rounding were not replayed: the program fails with them ({failed})")
             return None
-    return replace(yardstick, truth=truth, noisy=[noisy]), in_truth.count
+    return Yardstick(reference=baseline.reference, truth=truth, noisy=[noisy]), in_truth.count
 
 
 # Follow the candidate's decisions
@@ -537,6 +535,46 @@ def _count_decisions(margins: torch.Tensor, mask: torch.Tensor) -> int:
 def is_as_truth(comparison: Comparison) -> bool:
     """Tell whether `excuse_integers` excused the comparison because the candidate's integers are those of the truth."""
     return bool(comparison.details.get(_AS_TRUTH))
+
+
+def has_chosen_as_reference(reference: Observation, truth: Observation, candidate: Observation) -> bool:
+    """Tell whether an integer output of the candidate is the reference's where the truth has another.
+
+    Then the candidate shows that it chose as the reference did, and not as float64 does.
+    """
+
+    def shows(path: str) -> bool:
+        """Tell whether the integers at a path of the forward show it; False if the three differ in shape or dtype."""
+        of_reference, of_truth, own = _leaves_at("forward", path, reference, truth, candidate)
+        if not (isinstance(of_reference, torch.Tensor) and not is_inexact(of_reference.dtype)):
+            return False
+        if not (_is_like(of_reference, of_truth) and _is_like(of_reference, own)):
+            return False
+        return bool(((own == of_reference) & (of_reference != of_truth)).any())
+
+    return any(map(shows, reference.stages.get("forward", {})))
+
+
+def doubt_mixture(stage: Stage, replayed: Sequence[Comparison]) -> Stage:
+    """Return the stage; equivalent floats that diverge from the reference's own choices become inconclusive.
+
+    The candidate returned the reference's indices, so its values should be those at these indices. `replayed` has the
+    comparisons with a truth that chose as the reference did; in it, the values at float64's indices diverge.
+    """
+    by_path = {comparison.path: comparison for comparison in replayed}
+
+    def doubted(comparison: Comparison) -> Comparison:
+        other = by_path.get(comparison.path)
+        is_mixed = comparison.verdict is Verdict.EQUIVALENT and other is not None and _has_diverged([other])
+        if not is_mixed or not (comparison.dtype or "").startswith(("float", "bfloat", "complex")):
+            return comparison
+        reason = (
+            f"{comparison.reason}; but the candidate returns the reference's indices (topk, argmax, sort), and values "
+            "that float64 has at other indices"
+        )
+        return replace(comparison, verdict=Verdict.INCONCLUSIVE, reason=reason)
+
+    return Stage.of(stage.name, tuple(map(doubted, stage.comparisons)), stage.reason)
 
 
 def settle_choices(stages: list[Stage], runs: ChoiceRuns) -> list[Stage]:

@@ -19,12 +19,20 @@ import contextlib
 import copy
 import dis
 import functools
-import random
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from enum import Enum
-from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import (
+    BuiltinMethodType,
+    CellType,
+    CodeType,
+    FunctionType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any
 
 import numpy as np
@@ -32,16 +40,19 @@ import torch
 
 from torchdelta._torch import tensors
 from torchdelta.errors import ProgramError
+from torchdelta.program.hidden_state import hidden_state
 
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _ATOMS = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device)
 _STATE = (torch.Tensor, torch.nn.Module, torch.Generator, np.ndarray)
 _CONTAINERS = (list, dict, set, collections.deque)
-_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 # not LOAD_ATTR: an attribute may have the name of an unrelated global
 _WRITES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL"})
 _USES = frozenset({"LOAD_GLOBAL", "LOAD_NAME"}) | _WRITES
 
+
+BOUND_BUILTINS = (BuiltinMethodType, MethodWrapperType)
+"""Builtin functions, some of which are bound to an object, as `[].append` is."""
 
 Convert = Callable[[torch.dtype], torch.dtype]
 """Returns the dtype that a copy has in place of the original's."""
@@ -67,6 +78,8 @@ def copy_together(values: Any, *, name: str, convert: Convert = lambda dtype: dt
             _fill_shell(function, shell, memo)
         for tensor in (value for value in objects if isinstance(value, torch.Tensor) and value.is_leaf):
             tensors.copy_hooks(tensor, memo[id(tensor)], lambda hook: copy.deepcopy(hook, memo))
+        _copy_scripted(objects, memo, convert)
+        _copy_bound_builtins(objects, memo)
         return _rebind_methods(copy.deepcopy(values, memo), memo)
     except Exception as error:
         raise ProgramError(
@@ -281,6 +294,33 @@ def _copy_captured(value: Any, memo: dict[int, Any]) -> Any:
         return value
 
 
+def _copy_scripted(objects: list[Any], memo: dict[int, Any], convert: Convert) -> None:
+    """Add to the memo a copy of each module of TorchScript, whose parameters are leaves as the original's are.
+
+    The module's own copy has parameters that are computed from the original's, so that a backward would reach these.
+    """
+    for module in objects:
+        if not isinstance(module, torch.jit.ScriptModule) or id(module) in memo:
+            continue
+        with torch.no_grad():
+            duplicate = memo[id(module)] = copy.deepcopy(module, memo)
+        for kind in ("parameters", "buffers"):
+            pairs = zip(getattr(module, kind)(), getattr(duplicate, kind)(), strict=True)
+            for original, own in pairs:
+                own.data = own.data.to(convert(original.dtype))
+                own.requires_grad_(original.requires_grad)
+
+
+def _copy_bound_builtins(objects: list[Any], memo: dict[int, Any]) -> None:
+    """Add to the memo, for each builtin method of an object with state, that method of the object's copy.
+
+    `deepcopy` takes such a method for an atom, so that two copies would append to one list.
+    """
+    for method in objects:
+        if isinstance(method, BOUND_BUILTINS) and has_state(method.__self__):
+            memo[id(method)] = getattr(copy.deepcopy(method.__self__, memo), method.__name__)
+
+
 def _rebind_methods(duplicate: Any, memo: dict[int, Any]) -> Any:
     """Give bound methods in the duplicate the copies of their functions, in place, and return the duplicate.
 
@@ -313,7 +353,7 @@ def children(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the objects that a value holds directly, each as (name, object): attributes, slots, items, captured values.
 
     Plain values, tensors, classes and Python modules yield nothing. A function yields what it captures, a bound method
-    its object and its function. A mapping yields its values, and not its keys.
+    its object and its function, an iterator what it is made of. A mapping yields its values, and not its keys.
     """
     if isinstance(value, (*_ATOMS, torch.Tensor, type, ModuleType)):
         return
@@ -324,7 +364,7 @@ def children(value: Any) -> Iterator[tuple[str, Any]]:
         yield "__self__", value.__self__
         yield "__func__", value.__func__
         return
-    if isinstance(value, BuiltinMethodType):
+    if isinstance(value, BOUND_BUILTINS):
         yield "__self__", value.__self__
     elif isinstance(value, functools.partial):
         yield "func", value.func
@@ -334,6 +374,8 @@ def children(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((str(key), item) for key, item in value.items())
     elif isinstance(value, (list, tuple, Set, collections.deque)):
         yield from ((f"[{index}]", item) for index, item in enumerate(value))
+    else:
+        yield from (part for part in hidden_state(value) or () if isinstance(part[1], tuple))
     yield from vars(value).items() if hasattr(value, "__dict__") else ()
     for kind in type(value).__mro__:
         slots = vars(kind).get("__slots__", ())
@@ -374,13 +416,13 @@ def has_tensors(value: Any) -> bool:
 def has_state(value: Any) -> bool:
     """Tell whether two runs that share the value could affect each other.
 
-    That is so if it is a list, dict, set, deque, SimpleNamespace or random generator, an instance of a class of the
-    user's that is not an Enum, or if `has_tensors` is true. A tuple, frozenset, bound method or partial has state if
-    one of its parts has; parts that are functions do not count.
+    That is so if it is a list, dict, set, deque or SimpleNamespace, an object with a `hidden_state`, such as a random
+    generator, an instance of a class of the user's that is not an Enum, or if `has_tensors` is true. A tuple,
+    frozenset, bound method or partial has state if one of its parts has; parts that are functions do not count.
     """
-    if isinstance(value, (*_CONTAINERS, *_GENERATORS, SimpleNamespace)):
+    if isinstance(value, (*_CONTAINERS, SimpleNamespace)) or hidden_state(value) is not None:
         return True
-    if isinstance(value, (tuple, frozenset, MethodType, functools.partial)):
+    if isinstance(value, (tuple, frozenset, MethodType, functools.partial, *BOUND_BUILTINS)):
         return any(has_state(part) for _, part in children(value) if not isinstance(part, (*_ATOMS, FunctionType)))
     is_object = not isinstance(value, (*_ATOMS, type, ModuleType, FunctionType, Enum))
     return (is_object and not is_installed_class(type(value))) or has_tensors(value)

@@ -25,7 +25,6 @@ import decimal
 import fractions
 import functools
 import pathlib
-import random
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -40,6 +39,7 @@ import torch
 from torchdelta._torch import modules
 from torchdelta.compare.leaves import Container, Leaves, children_of, container_of, is_cache
 from torchdelta.program import copies
+from torchdelta.program.hidden_state import GENERATORS, Parts, hidden_state, is_unreadable, rewind
 from torchdelta.program.restore import refill
 
 PLAIN = (
@@ -66,13 +66,13 @@ class SharedState:
     """Classes and dicts of globals, each with the values that it had by name; `_MISSING` stands for none."""
     contents: dict[int, tuple[Any, Any]] = field(default_factory=dict)
     """Containers and dicts of attributes below these values, by id, each with a shallow copy."""
-    generators: list[tuple[Any, Any]] = field(default_factory=list)
-    """Random generators among these values, each with a copy."""
+    hidden: list[tuple[Any, Any]] = field(default_factory=list)
+    """Objects among these values that have no attributes to read, such as random generators, each with a copy."""
     cells: list[tuple[CellType, Any]] = field(default_factory=list)
     """Cells of the closures of functions that all sides share, each with its value."""
 
     def put_back(self) -> None:
-        """Give the classes, globals, containers, random generators and closures back the values that they had.
+        """Give the classes, globals, containers, closures and objects without attributes back what they had.
 
         Attributes that a class got since are deleted, and so are remembered globals that did not exist then.
         """
@@ -85,8 +85,8 @@ class SharedState:
         for container, before in self.contents.values():
             if not _has_same_items(container, before):
                 refill(container, before)
-        for generator, before in self.generators:
-            _rewind(generator, before)
+        for value, before in self.hidden:
+            rewind(value, before)
         for cell, value in self.cells:
             cell.cell_contents = value
 
@@ -97,18 +97,31 @@ class UnregisteredState:
 
     leaves: Leaves = field(default_factory=dict)
     shared: SharedState = field(default_factory=SharedState)
+    unread: dict[str, str] = field(default_factory=dict)
+    """The classes of objects whose state cannot be read, by path."""
 
 
 def reached_by(call: Callable[..., Any], registered: Mapping[str, torch.Tensor]) -> UnregisteredState:
     """Return the unregistered state that a callable reaches, by path, and what it shares with other sides.
 
     `registered` has the parameters and buffers by path: where one of them is met again, a `Container` that names it
-    stands for it. Tensors and arrays are the callable's own, not copies. Objects that may keep their state where Python
-    cannot read it are left out, except for random generators.
+    stands for it. Tensors and arrays are the callable's own, not copies. Objects that keep their state where Python
+    cannot read it are in `unread`; other objects of the standard library without attributes to read are left out,
+    unless `hidden_state` knows them.
     """
     walk = _Walk({id(tensor): path for path, tensor in registered.items()})
     walk.run(call)
-    return UnregisteredState(walk.leaves, walk.shared)
+    return UnregisteredState(walk.leaves, walk.shared, walk.unread)
+
+
+def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return the attributes that the user's code gave to a plain tensor or parameter, such as `main_grad`, by name.
+
+    Those of a compiler are left out. Tensors of other classes have none.
+    """
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return {}
+    return {name: value for name, value in vars(tensor).items() if not modules.is_of_compiler(name)}
 
 
 def name_of(path: str) -> str:
@@ -162,19 +175,22 @@ class _Place:
 
 
 class _Walk:
-    """One walk over a callable; `leaves` and `shared` are its results."""
+    """One walk over a callable; `leaves`, `shared` and `unread` are its results."""
 
     def __init__(self, registered: Mapping[int, str]) -> None:
         """Take the paths of the registered tensors by id; nothing is visited yet."""
         self.registered = registered
         self.leaves: Leaves = {}
         self.shared = SharedState()
+        self.unread: dict[str, str] = {}
         # objects are kept too, because another object may get the id of one that is gone
         self.visited: dict[int, tuple[Any, str]] = {}
         self.installed: dict[type, bool] = {}
+        self.globals: set[tuple[int, str]] = set()
+        """The globals that were met, each by the id of its namespace and its name: several methods may use one."""
 
     def run(self, call: Callable[..., Any]) -> None:
-        """Visit the callable and everything that it reaches, and fill `leaves` and `shared`."""
+        """Visit the callable and everything that it reaches, and fill the results."""
         waiting = [_Place("", "", call)]
         while waiting:
             waiting.extend(reversed(list(self._visit(waiting.pop()))))
@@ -182,8 +198,9 @@ class _Walk:
     def _visit(self, place: _Place) -> Iterator[_Place]:
         """Record the leaf at a place, if it is one, and yield the places that it reaches.
 
-        A plain value below an object of an installed package is not recorded, and Python modules are skipped. A
-        generator that all sides share is added to `shared.generators` too.
+        A plain value below an object of an installed package is not recorded, nor is an object there whose state is
+        hidden, except for random generators; Python modules are skipped. An object with hidden state that all sides
+        share is added to `shared.hidden` too.
         """
         value = place.value
         if isinstance(value, torch.Tensor):
@@ -194,20 +211,40 @@ class _Walk:
                 self._record(place, value)
         elif isinstance(value, (bytearray, np.ndarray)) and not getattr(value, "dtype", np.dtype(int)).hasobject:
             self._record(place, bytes(value) if isinstance(value, bytearray) else value)
-        elif (state := generator_state(value)) is not None:
-            if place.is_shared:
-                is_torch = isinstance(value, torch.Generator)
-                self.shared.generators.append((value, value.clone_state() if is_torch else copy.deepcopy(value)))
-            for step, part in state:
-                self._record(place.child(step, part), part)
+        elif isinstance(value, GENERATORS):
+            yield from self._visit_hidden(place, hidden_state(value) or [])
+        elif is_unreadable(value):
+            if not place.is_installed:
+                self.unread[place.path] = type(value).__name__
+        elif (state := hidden_state(value)) is not None:
+            if not place.is_installed and self._is_new(value, place):
+                yield from self._visit_hidden(place, state)
         elif isinstance(value, type):
             yield from self._visit_class(value)
         elif isinstance(value, torch.nn.Module):
             yield from self._visit_module(place, value)
         elif isinstance(value, _FUNCTIONS):
             yield from self._visit_function(place, value)
+        elif isinstance(value, copies.BOUND_BUILTINS):
+            if copies.has_state(value.__self__):
+                yield dataclasses.replace(place, value=value.__self__)
         elif not isinstance(value, ModuleType):
             yield from self._visit_object(place, value)
+
+    def _visit_hidden(self, place: _Place, state: Parts) -> Iterator[_Place]:
+        """Record the leaves of an object's hidden state, and yield the places of what an iterator is made of.
+
+        A state that all sides share is added to `shared.hidden`, with a copy.
+        """
+        value = place.value
+        if place.is_shared:
+            is_torch = isinstance(value, torch.Generator)
+            self.shared.hidden.append((value, value.clone_state() if is_torch else copy.deepcopy(value)))
+        for step, part in state:
+            if isinstance(part, tuple):
+                yield place.child(step, part)
+            else:
+                self._record(place.child(step, part), part)
 
     def _record(self, place: _Place, leaf: Any) -> None:
         """Add a leaf to `leaves` by its path; if that is taken, primes (′) are appended to it until it is free."""
@@ -217,13 +254,9 @@ class _Walk:
         self.leaves[path] = leaf
 
     def _attributes_of(self, place: _Place, tensor: torch.Tensor) -> Iterator[_Place]:
-        """Yield the places of attributes that the user's code gave to a plain tensor or parameter, such as `main_grad`.
-
-        Those of a tensor that was met before, and those of a compiler, are left out.
-        """
-        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and vars(tensor) and self._is_new(vars(tensor)):
-            own = ((name, value) for name, value in vars(tensor).items() if not modules.is_of_compiler(name))
-            yield from (place.child(f".{name}", value) for name, value in own)
+        """Yield the places of a tensor's `attributes_of`, unless the tensor was met before."""
+        if (attributes := attributes_of(tensor)) and self._is_new(vars(tensor)):
+            yield from (place.child(f".{name}", value) for name, value in attributes.items())
 
     def _tensor_leaf(self, tensor: torch.Tensor) -> Any:
         """Return the tensor itself, or a `Container` that names its path if it is a registered one."""
@@ -314,7 +347,7 @@ class _Walk:
         for name, value in used.items():
             if isinstance(value, ModuleType) and not copies.is_installed_module(value):
                 yield from self._visit_own_module(function, name, value)
-            elif not isinstance(value, ModuleType):
+            elif not isinstance(value, ModuleType) and self._is_new_global(function.__globals__, name):
                 yield _Place(name, "", value, is_shared=True)
 
     def _visit_own_module(self, function: FunctionType, name: str, module: ModuleType) -> Iterator[_Place]:
@@ -328,7 +361,15 @@ class _Walk:
         yield from (_Place(name, "", each, is_shared=True) for each in functions if not copies.is_installed(each))
         used = {key: vars(module)[key] for key in names if not isinstance(vars(module)[key], _CODE)}
         self.shared.namespaces.append((vars(module), used))
-        yield from (_Place(f"{name}.{key}", "", value, is_shared=True) for key, value in used.items())
+        new = {key: value for key, value in used.items() if self._is_new_global(vars(module), key)}
+        yield from (_Place(f"{name}.{key}", "", value, is_shared=True) for key, value in new.items())
+
+    def _is_new_global(self, namespace: dict[str, Any], name: str) -> bool:
+        """Tell whether a name of a namespace is met for the first time; from then on it is not."""
+        key = id(namespace), name
+        is_new = key not in self.globals
+        self.globals.add(key)
+        return is_new
 
     def _visit_class(self, kind: type) -> Iterator[_Place]:
         """Yield the values that a class and its bases keep, and those that their methods capture or use as globals.
@@ -438,33 +479,6 @@ def _large_leaves(value: Any) -> list[tuple[str, Any]]:
         return [("", floats)]
     copied = dict(zip(value, rest, strict=True)) if isinstance(value, dict) else rest
     return [("", copied), (".floats", floats)] if floats.size else [("", copied)]
-
-
-def generator_state(value: Any) -> list[tuple[str, Any]] | None:
-    """Return the state of a random generator as (step, leaf) pairs, or None for any other object."""
-    if isinstance(value, torch.Generator):
-        return [("", value.get_state())]
-    if isinstance(value, random.Random):
-        version, numbers, gauss = value.getstate()
-        return [("", np.array(numbers, dtype=np.uint32)), (".gauss_next", gauss), (".version", version)]
-    if isinstance(value, np.random.RandomState):
-        name, keys, *rest = value.get_state(legacy=True)
-        return [("", np.array(keys)), (".name", name), *((f".rest[{index}]", item) for index, item in enumerate(rest))]
-    if isinstance(value, np.random.Generator):
-        return [("", repr(value.bit_generator.state))]
-    return None
-
-
-def _rewind(generator: Any, before: Any) -> None:
-    """Give a random generator the state of a copy that was made before."""
-    if isinstance(generator, torch.Generator):
-        generator.set_state(before.get_state())
-    elif isinstance(generator, random.Random):
-        generator.setstate(before.getstate())
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(before.get_state())
-    else:
-        generator.bit_generator.state = before.bit_generator.state
 
 
 def _functions_in(member: Any) -> list[FunctionType]:

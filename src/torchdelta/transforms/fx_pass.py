@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -21,11 +21,12 @@ from torchdelta._torch.graphs import graphs
 from torchdelta._torch.graphs.keys import content_key
 from torchdelta._torch.graphs.lift_graph import lift_upcasts
 from torchdelta._torch.graphs.nodes import every_node
+from torchdelta._torch.graphs.pass_through import watch_first_call
 from torchdelta._torch.graphs.user_passes import Pass, run_pass
 from torchdelta.errors import UsageError
-from torchdelta.program.copies import copy_together
+from torchdelta.program.copies import copy_together, everything_in
 from torchdelta.program.programs import load_callable, require_module
-from torchdelta.program.sides import Side, state_of
+from torchdelta.program.sides import Side, State, state_of
 from torchdelta.transforms.base import (
     Options,
     Traits,
@@ -137,7 +138,8 @@ class FxPass(Transform):
         """Hand a graph to the seam at this level, and return the seam's callable; `make` there runs the pass.
 
         `changes` gets an entry for each graph: whether the pass made another graph of it, or something else than a
-        graph. It stays empty if the user accepts that nothing changed. If `lifted`, the program is in float64: casts of
+        graph. The first call of a callable that still reaches the unchanged graph tells whether it only calls that. It
+        stays empty if the user accepts that nothing changed. If `lifted`, the program is in float64: casts of
         the pass to float32, with which it widens a narrow program, then widen to float64. Natively, they stay as they
         are, and so they do in float64 if `has_float64` is set. A native call sets it if the graph or its inputs have
         values in float64.
@@ -153,11 +155,23 @@ class FxPass(Transform):
             after = graph_behind(call)
             if self.must_change:
                 changes.append(after is None or content_key(after) != before)
+                if after is None and (unchanged := _graphs_in(call, before)):
+                    call = watch_first_call(call, unchanged, partial(_note_first_call, changes, len(changes) - 1))
             if lifted and after is not None and not self.has_float64:
                 lift_upcasts(after, keep=own)
             return call
 
         return seam(HandedGraph(graph=module, example_inputs=inputs, make=make, level=level))
+
+
+def _graphs_in(call: Callable[..., Any], key: str | None) -> list[GraphModule]:
+    """Return the graph modules with this `content_key` that a callable reaches: it may only call one of them."""
+    return [each for each in everything_in(call) if isinstance(each, GraphModule) and content_key(each) == key]
+
+
+def _note_first_call(changes: list[bool], index: int, is_unchanged: bool) -> None:
+    """Put at the index of `changes` what the first call of a pass's callable showed."""
+    changes[index] = not is_unchanged
 
 
 def _has_float64(graph_module: GraphModule, inputs: Sequence[Any]) -> bool:
@@ -182,9 +196,23 @@ def _trace_side(side: Side) -> tuple[GraphModule, Side]:
         raise UsageError(
             f"torch.fx.symbolic_trace cannot trace the program ({type(error).__name__}: {words}): {other}"
         ) from error
-    state = side.state
-    names = {name: name for name in (*state.parameters, *state.buffers)}
-    return module, replace(side, call=module, owner=module, names=names)
+    return module, replace(side, call=module, owner=module, names=_keep_unused(side.state, module))
+
+
+def _keep_unused(state: State, module: GraphModule) -> dict[str, str]:
+    """Register the state that a traced module lacks, because the program does not use it; return the names of all.
+
+    The names are those in the program by those in the traced module, as `Side.names` wants them.
+    """
+    traced = state_of(module)
+    names = {name: name for name in (*traced.parameters, *traced.buffers)}
+    for kind, register in (("parameters", module.register_parameter), ("buffers", module.register_buffer)):
+        for name, tensor in getattr(state, kind).items():
+            if name not in names:
+                own = f"unused_{len(names)}"
+                register(own, tensor)
+                names[own] = name
+    return names
 
 
 def _owner(call: Callable[..., Any], exported: Side) -> Callable[..., Any]:
