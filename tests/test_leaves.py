@@ -669,3 +669,10 @@ def _changed_at(path, value, here="value"):
     if isinstance(value, (list, tuple, collections.deque)):
         return type(value)(_changed_at(path, item, f"{here}[{index}]") for index, item in enumerate(value))
     return value
+
+
+def test_the_limit_of_a_deque_is_part_of_its_kind():
+    two, three = (collections.deque([1], maxlen=length) for length in (2, 3))
+
+    assert td.compare(two, three).verdict is Verdict.DIVERGED
+    assert td.compare(two, collections.deque([1], maxlen=2)).verdict is Verdict.EQUIVALENT

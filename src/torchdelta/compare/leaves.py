@@ -205,6 +205,8 @@ def _kind(value: Any) -> str:
         return tensors.describe(value)
     if isinstance(value, np.ndarray):
         return f"{type(value).__qualname__} of {value.dtype}, shape {value.shape}"
+    if isinstance(value, deque) and value.maxlen is not None:
+        return f"{type(value).__qualname__} of at most {value.maxlen}"
     return type(value).__qualname__
 
 
