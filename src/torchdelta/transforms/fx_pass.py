@@ -21,7 +21,7 @@ from torchdelta._torch.graphs import graphs
 from torchdelta._torch.graphs.keys import content_key
 from torchdelta._torch.graphs.lift_graph import lift_upcasts
 from torchdelta._torch.graphs.nodes import every_node
-from torchdelta._torch.graphs.pass_through import watch_first_call
+from torchdelta._torch.graphs.pass_through import watch_calls
 from torchdelta._torch.graphs.user_passes import Pass, run_pass
 from torchdelta.errors import UsageError
 from torchdelta.program.copies import copy_together, everything_in
@@ -138,7 +138,7 @@ class FxPass(Transform):
         """Hand a graph to the seam at this level, and return the seam's callable; `make` there runs the pass.
 
         `changes` gets an entry for each graph: whether the pass made another graph of it, or something else than a
-        graph. The first call of a callable that still reaches the unchanged graph tells whether it only calls that. It
+        graph. The calls of a callable that still reaches the unchanged graph tell whether it only calls that. It
         stays empty if the user accepts that nothing changed. If `lifted`, the program is in float64: casts of
         the pass to float32, with which it widens a narrow program, then widen to float64. Natively, they stay as they
         are, and so they do in float64 if `has_float64` is set. A native call sets it if the graph or its inputs have
@@ -155,8 +155,9 @@ class FxPass(Transform):
             after = graph_behind(call)
             if self.must_change:
                 changes.append(after is None or content_key(after) != before)
-                if after is None and (unchanged := _graphs_in(call, before)):
-                    call = watch_first_call(call, unchanged, partial(_note_first_call, changes, len(changes) - 1))
+                # in float64 a callable may leave out what it does natively
+                if after is None and not lifted and (unchanged := _graphs_in(call, before)):
+                    call = watch_calls(call, unchanged, partial(_note_call, changes, len(changes) - 1))
             if lifted and after is not None and not self.has_float64:
                 lift_upcasts(after, keep=own)
             return call
@@ -164,13 +165,18 @@ class FxPass(Transform):
         return seam(HandedGraph(graph=module, example_inputs=inputs, make=make, level=level))
 
 
+_MOST_REACHED = 10_000
+"""A callable that reaches more objects is not searched for the graph: that would take longer than a run."""
+
+
 def _graphs_in(call: Callable[..., Any], key: str | None) -> list[GraphModule]:
     """Return the graph modules with this `content_key` that a callable reaches: it may only call one of them."""
-    return [each for each in everything_in(call) if isinstance(each, GraphModule) and content_key(each) == key]
+    reached = everything_in(call, most=_MOST_REACHED)
+    return [each for each in reached if isinstance(each, GraphModule) and content_key(each) == key]
 
 
-def _note_first_call(changes: list[bool], index: int, is_unchanged: bool) -> None:
-    """Put at the index of `changes` what the first call of a pass's callable showed."""
+def _note_call(changes: list[bool], index: int, is_unchanged: bool) -> None:
+    """Put at the index of `changes` what the last call of a pass's callable showed."""
     changes[index] = not is_unchanged
 
 

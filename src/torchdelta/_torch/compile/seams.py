@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
 
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Interpreter
 
 Make = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 
@@ -79,6 +79,11 @@ def chain_seams(first: Seam, second: Seam) -> Seam:
 
 
 def graph_behind(call: Callable[..., Any]) -> GraphModule | None:
-    """Return the graph that a callable runs, or None if it is not a graph module or a method of one."""
+    """Return the graph that a callable runs, or None if it is not a graph module or a method of one.
+
+    The method `run` of torch's interpreter of graphs runs the interpreter's graph.
+    """
     owner = call.__self__ if isinstance(call, MethodType) else call
+    if type(owner) is Interpreter:
+        owner = owner.module
     return owner if isinstance(owner, GraphModule) else None
