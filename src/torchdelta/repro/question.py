@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -524,18 +524,31 @@ def _at(divergence: Divergence, index: str = "") -> str:
     return f"{path}{{{index}}}" if index and divergence.comparison.shape else path
 
 
-COTANGENT = (
-    "def cotangent(output, seed):",
-    "    drawn = torch.randn(output.shape, generator=torch.Generator().manual_seed(seed))",
-    "    return drawn.bfloat16().to(output)  # numbers that every dtype can hold",
-)
-COMPLEX_COTANGENT = (
-    "def cotangent(output, seed):",
-    "    shape = (*output.shape, 2) if output.is_complex() else output.shape",
-    "    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed))",
-    "    drawn = drawn.bfloat16().double()  # numbers that every dtype can hold",
-    "    return (torch.view_as_complex(drawn) if output.is_complex() else drawn).to(output)",
-)
+def write_cotangent(dtypes: Collection[str], *, is_cast: bool) -> list[str]:
+    """Return the lines that define `cotangent(output, seed)`, which draws the numbers that the check had.
+
+    `dtypes` are those of the outputs in the native run. If the script runs in float64 too (`is_cast`), the numbers are
+    rounded to the coarsest of them, or to bfloat16 if none is known, so that both runs get the same.
+    """
+    floats = {getattr(torch, name) for name in dtypes if name.startswith(("float", "bfloat", "complex"))}
+    coarsest = max(floats, key=lambda dtype: torch.finfo(dtype).eps, default=torch.bfloat16).to_real()
+    rounded = f".to({coarsest})" if is_cast and coarsest is not torch.float64 else ""
+    why = "  # the same numbers in both runs" if rounded else ""
+    drawn = "torch.randn({}, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)"
+    if not any(dtype.is_complex for dtype in floats):
+        return [
+            "def cotangent(output, seed):",
+            f"    drawn = {drawn.format('output.shape')}",
+            f"    return drawn{rounded}.to(output){why}",
+        ]
+    return [
+        "def cotangent(output, seed):",
+        "    shape = (*output.shape, 2) if output.is_complex() else output.shape",
+        f"    drawn = {drawn.format('shape')}{rounded}{'.double()' if rounded else ''}{why}",
+        "    return (torch.view_as_complex(drawn) if output.is_complex() else drawn).to(output)",
+    ]
+
+
 CAST = (
     "def cast(args, dtype):",
     "    def is_float(x):",

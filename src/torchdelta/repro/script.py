@@ -19,7 +19,7 @@ from torchdelta._torch.compile.settings import INDUCTOR
 from torchdelta.repro.code import INDENT
 from torchdelta.repro.finding import Evidence
 from torchdelta.repro.issue import header_of
-from torchdelta.repro.question import CAST, COMPLEX_COTANGENT, COTANGENT, GraphQuestion, Question, write_run
+from torchdelta.repro.question import CAST, GraphQuestion, Question, write_cotangent, write_run
 from torchdelta.repro.values import TensorSource, write_value
 from torchdelta.repro.whole_program import ProgramQuestion, question_of
 from torchdelta.transforms.compiler import SAME_RANDOM
@@ -140,8 +140,8 @@ class _Script:
         if self.question.is_cast:
             yield list(CAST)
         if self.question.stage == "gradients":
-            is_complex = any((each.dtype or "").startswith("complex") for each in self.finding.report.comparisons)
-            yield list(COMPLEX_COTANGENT if is_complex else COTANGENT)
+            outputs = [each for each in self.finding.report.comparisons if each.path.startswith("outputs")]
+            yield write_cotangent({each.dtype or "" for each in outputs}, is_cast=self.question.is_cast)
 
     def _imports(self) -> list[str]:
         """Return the lines of the imports: the standard library, the exception hook, torch and its configs, all others.
