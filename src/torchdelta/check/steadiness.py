@@ -231,13 +231,16 @@ def excuse(stage: Stage, unsteady: dict[tuple[str, str], Comparison]) -> Stage:
     """Return the stage; leaves in which two runs of the reference differ become inconclusive, whatever their verdict.
 
     `unsteady` has the comparisons of these runs that differ, by stage and path. A leaf keeps its verdict if it breaks a
-    clause of the contract that is not excused, or if the difference of the runs is negligible.
+    clause of the contract that is not excused and that these runs keep, or if the difference of the runs is negligible.
     """
 
     def excuse_leaf(comparison: Comparison) -> Comparison:
         """Return a comparison, inconclusive if two runs of the reference differ in its leaf, or else unchanged."""
         between_runs = unsteady.get((stage.name, comparison.path))
-        if between_runs is None or any(not breach.excused for breach in comparison.contract):
+        if between_runs is None:
+            return comparison
+        broken = {breach.clause for breach in between_runs.contract}
+        if any(not breach.excused and breach.clause not in broken for breach in comparison.contract):
             return comparison
         if _is_negligible(comparison, between_runs):
             return comparison
