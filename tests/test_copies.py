@@ -1,12 +1,14 @@
 """Two copies of a program share nothing, and each keeps its own aliasing, strides and requires_grad."""
 
 import functools
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
 import torchdelta as td
+from torchdelta.errors import ProgramError
 from torchdelta.program.copies import copy_together
 from torchdelta.program.sides import state_of
 
@@ -381,3 +383,46 @@ def test_a_module_of_torchscript_has_gradients_of_its_own(script):
     assert td.check(user, (X,), candidate=Scaled()).verdict is td.Verdict.EQUIVALENT
     assert td.check(user, (X,), candidate=script(Scaled(1.5))).verdict is td.Verdict.DIVERGED
     assert all(parameter.grad is None for parameter in user.parameters())
+
+
+class Indirect(nn.Module):
+    """Reaches its layer by a weak reference and by a cached method."""
+
+    def __init__(self, slope=1.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.slope = nn.Linear(2, 2), slope
+        self.weak = weakref.ref(self.layer)
+        self.cached = functools.lru_cache(None)(self.get)
+
+    def get(self):
+        return self.layer
+
+    def forward(self, x):
+        y = x @ self.weak().weight + self.cached().bias
+        return y.detach() + (y - y.detach()) * self.slope
+
+
+def test_weak_references_and_cached_methods_of_a_copy_reach_the_copy():
+    user, other = Indirect(), Indirect(1.5)
+
+    assert td.check(user, (X,), candidate=Indirect()).verdict is td.Verdict.EQUIVALENT
+    assert td.check(user, (X,), candidate=other).verdict is td.Verdict.DIVERGED
+    assert all(parameter.grad is None for module in (user, other) for parameter in module.parameters())
+
+
+def test_a_program_whose_copies_train_the_original_is_refused():
+    user = nn.Linear(2, 2)
+    everywhere = weakref.WeakValueDictionary(layer=user)
+
+    class Hidden(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = user
+
+        def forward(self, x):
+            return everywhere["layer"](x)
+
+    with pytest.raises(ProgramError, match="of the original"):
+        td.check(Hidden(), (X,), candidate=Hidden())
+    assert user.weight.grad is None

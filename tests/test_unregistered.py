@@ -3,13 +3,16 @@
 For each place there is a candidate that forgets to write to it, or writes something else, and a correct twin.
 """
 
+import argparse
 import array
 import collections
 import ctypes
 import dataclasses
+import functools
 import io
 import itertools
 import random
+import threading
 import time
 import types
 import weakref
@@ -812,9 +815,15 @@ class ReachesItself(nn.Module):
         return self.layer(x)
 
 
-@pytest.mark.parametrize("way", ["weak reference", "hook"])
-def test_a_program_whose_copy_writes_to_the_original_is_refused_and_stays_as_it_was(way):
-    program = ReachesItself(way)
+def test_a_copy_reaches_itself_by_a_weak_reference():
+    program = ReachesItself("weak reference")
+
+    assert td.check(program, (torch.ones(4, 8),), transform="eager").verdict is EQUIVALENT
+    assert not program.count.any()
+
+
+def test_a_program_whose_copy_writes_to_the_original_is_refused_and_stays_as_it_was():
+    program = ReachesItself("hook")
 
     with pytest.raises(td.TorchDeltaError, match="writes to 1 tensors of the original"):
         td.check(program, (torch.ones(4, 8),), transform="eager")
@@ -926,6 +935,43 @@ def test_a_global_object_without_attributes_is_put_back_before_each_run():
     assert (shared_text.getvalue(), len(shared_numbers), next(shared_items)) == ("", 0, 1)
 
 
+user_list, namespace, local = collections.UserList(), argparse.Namespace(steps=0), threading.local()
+local.steps = 0
+
+
+@pytest.mark.parametrize(
+    ("path", "write"),
+    [
+        ("attributes['user_list'][0]", lambda more: user_list.append(1 + more)),
+        ("attributes['namespace'].steps", lambda more: setattr(namespace, "steps", namespace.steps + 1 + more)),
+        ("attributes['local']['steps']", lambda more: setattr(local, "steps", local.steps + 1 + more)),
+    ],
+)
+def test_data_in_a_class_of_the_standard_library_is_compared_and_put_back(path, write):
+    def program(more):
+        def call(x):
+            write(more)
+            return x * 2
+
+        return call
+
+    assert diverged(td.check(program(0), (X,), candidate=program(1))) == [path]
+    assert td.check(program(0), (X,), candidate=program(0)).verdict is EQUIVALENT
+    assert (len(user_list), namespace.steps, local.steps) == (0, 0, 0)
+
+
+@functools.lru_cache
+def table(size):
+    return torch.arange(size)
+
+
+def test_a_cache_of_results_is_named_because_it_cannot_be_read():
+    report = td.check(lambda x: x + table(3), (X,), candidate=lambda x: table(3) + x)
+
+    assert report.verdict is EQUIVALENT
+    assert any("cannot read was not compared: attributes['table']" in note for note in report.notes)
+
+
 def test_state_that_python_cannot_read_is_named():
     numbers = (number for number in range(9))
 
@@ -976,3 +1022,64 @@ class CountingAlike(Counting):
 def test_a_global_that_methods_of_two_classes_use_is_one_leaf():
     assert diverged(td.check(Counting(), (X,), candidate=CountingTwice())) == ["attributes['counts']['n']"]
     assert td.check(Counting(), (X,), candidate=CountingAlike()).verdict is EQUIVALENT
+
+
+class Numbered(nn.Module):
+    """Counts its calls by an iterator of its class, which cannot go back to an earlier number."""
+
+    ids = itertools.count()
+
+    def forward(self, x):
+        next(self.ids)
+        return x * 2
+
+
+class Drawing(nn.Module):
+    """Draws from generators of the process by their builtin methods."""
+
+    def __init__(self):
+        super().__init__()
+        self.draw, self.draw_in_numpy = random.random, np.random.rand
+
+    def forward(self, x):
+        return x * self.draw() + self.draw_in_numpy()
+
+
+@pytest.mark.parametrize("program", [Numbered, Drawing])
+def test_an_iterator_of_a_class_and_generators_of_the_process_are_no_difference(program):
+    report = td.check(program(), (X,), candidate=program())
+
+    assert report.verdict is EQUIVALENT
+    assert not any("changed how this process" in note for note in report.notes)
+
+
+def with_lock():
+    return {"lock": threading.Lock(), "scale": 2.0}.get
+
+
+def stale_iterator():
+    numbers = {"a": 1}
+    iterator = iter(numbers)
+    numbers["b"] = 2
+    return iterator
+
+
+def detached():
+    text = io.TextIOWrapper(io.BytesIO())
+    text.detach()
+    return text
+
+
+def lent():
+    data = io.BytesIO(b"abc")
+    return data, data.getbuffer()
+
+
+@pytest.mark.parametrize("make", [with_lock, stale_iterator, detached, lent, lambda: ((ctypes.c_int * 2) * 0)()])
+def test_an_object_that_cannot_be_read_or_copied_does_not_end_the_check(make):
+    kept = make()
+
+    def call(x):
+        return x * (2.0 if kept is not None else 3.0)
+
+    assert td.check(call, (X,), candidate=call).verdict is EQUIVALENT

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -39,3 +40,13 @@ def hooks_of(module: torch.nn.Module) -> list[Callable[..., Any]]:
     """Return all hooks of every kind that are registered on the module itself, not those of its submodules."""
     registries = (vars(module).get(name) or {} for name in _HOOKS)
     return [hook for hooks in registries for hook in hooks.values() if callable(hook)]
+
+
+def script_attributes(module: torch.jit.ScriptModule) -> dict[str, Any]:
+    """Return the attributes of a module of TorchScript by name, without parameters, buffers, submodules and flags."""
+    registered = {*dict(module.named_parameters()), *dict(module.named_buffers()), *dict(module.named_children())}
+    text = module._c.dump_to_str(False, True, False)
+    # attributes stand below those of the module itself, one level in; submodules have a text of their own
+    names = re.findall(r"^    (\w+) = ", text.partition("submodules {")[0], flags=re.MULTILINE)
+    known = {*registered, "training", "_is_full_backward_hook"}
+    return {name: module._c.getattr(name) for name in names if name not in known}

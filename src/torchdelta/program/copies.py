@@ -19,8 +19,10 @@ import contextlib
 import copy
 import dis
 import functools
+import math
 import sys
 import sysconfig
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from enum import Enum
 from types import (
@@ -38,9 +40,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchdelta._torch import tensors
+from torchdelta._torch import modules, tensors
 from torchdelta.errors import ProgramError
-from torchdelta.program.hidden_state import hidden_state
+from torchdelta.program.hidden_state import GENERATORS_OF_PROCESS, has_hidden_state, hidden_state, is_builtin_iterator
 
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _ATOMS = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device)
@@ -71,6 +73,8 @@ def copy_together(values: Any, *, name: str, convert: Convert = lambda dtype: dt
     _refuse_shared(objects, name)
     # modules stay themselves: deepcopy would try to copy their contents
     memo: dict[int, Any] = {id(value): value for value in objects if isinstance(value, ModuleType)}
+    # and the generators of the process too, which the seed of a run rules
+    memo.update({id(value): value for value in GENERATORS_OF_PROCESS})
     memo.update({id(value): value.clone_state() for value in objects if isinstance(value, torch.Generator)})
     try:
         _copy_tensors([value for value in objects if isinstance(value, torch.Tensor)], memo, convert)
@@ -80,7 +84,7 @@ def copy_together(values: Any, *, name: str, convert: Convert = lambda dtype: dt
             tensors.copy_hooks(tensor, memo[id(tensor)], lambda hook: copy.deepcopy(hook, memo))
         _copy_scripted(objects, memo, convert)
         _copy_bound_builtins(objects, memo)
-        return _rebind_methods(copy.deepcopy(values, memo), memo)
+        return _rebind(copy.deepcopy(values, memo), memo, originals={id(value) for value in objects})
     except Exception as error:
         raise ProgramError(
             f"{name} cannot be copied ({type(error).__name__}: {error}), and a reference and a candidate that share "
@@ -127,22 +131,28 @@ def shared_state_unchanged(value: Any, *, name: str) -> Iterator[None]:
 def originals_unchanged(originals: Sequence[torch.Tensor], *, name: str) -> Iterator[None]:
     """Run the block on a copy of a program; raise ProgramError if it wrote to the program's own tensors, `originals`.
 
-    The tensors get their old values back before. If they have more than `_LARGE` bytes together, they stay changed, and
-    only writes that torch counts are noticed. Tensors without a plain buffer are not watched. If the block raises,
-    nothing is checked or put back.
+    A new gradient of one of them is such a write too. The tensors get their old values and gradients back before. If
+    they have more than `_LARGE` bytes together, the values stay changed, and only writes that torch counts are noticed.
+    Tensors without a plain buffer are not watched. If the block raises, nothing is checked or put back.
     """
     plain = [tensor for tensor in originals if tensors.has_own_buffer(tensor)]
     versions = [tensors.version(tensor) for tensor in plain]
     is_small = sum(tensor.nbytes for tensor in plain) <= _LARGE
     before = [tensor.detach().clone() for tensor in plain] if is_small else []
+    gradients = [tensor.grad if tensor.is_leaf else None for tensor in plain]
     yield
     changed = [
         index
         for index, tensor in enumerate(plain)
-        if tensors.version(tensor) != versions[index] or (is_small and not tensors.has_same_bits(tensor, before[index]))
+        if tensors.version(tensor) != versions[index]
+        or (is_small and not tensors.has_same_bits(tensor, before[index]))
+        or (tensor.is_leaf and tensor.grad is not gradients[index])
     ]
     if not changed:
         return
+    for index in changed:
+        if plain[index].is_leaf:
+            plain[index].grad = gradients[index]
     with torch.no_grad():
         for index in changed if is_small else ():
             if plain[index].shape == before[index].shape:
@@ -295,53 +305,107 @@ def _copy_captured(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _copy_scripted(objects: list[Any], memo: dict[int, Any], convert: Convert) -> None:
-    """Add to the memo a copy of each module of TorchScript, whose parameters are leaves as the original's are.
+    """Add to the memo a copy of each module of TorchScript, and of those in it.
 
     The module's own copy has parameters that are computed from the original's, so that a backward would reach these.
+    Here they are leaves, as the original's are, and a tensor that is in the memo already is the copy's too.
     """
-    for module in objects:
-        if not isinstance(module, torch.jit.ScriptModule) or id(module) in memo:
+    scripted = [value for value in objects if isinstance(value, torch.jit.ScriptModule)]
+    inner = {id(child) for module in scripted for child in module.modules() if child is not module}
+    for module in scripted:
+        if id(module) in inner:
             continue
         with torch.no_grad():
-            duplicate = memo[id(module)] = copy.deepcopy(module, memo)
-        for kind in ("parameters", "buffers"):
-            pairs = zip(getattr(module, kind)(), getattr(duplicate, kind)(), strict=True)
-            for original, own in pairs:
-                own.data = own.data.to(convert(original.dtype))
-                own.requires_grad_(original.requires_grad)
+            duplicate = copy.deepcopy(module, memo)
+        for original, own in zip(module.modules(), duplicate.modules(), strict=True):
+            memo[id(original)] = own
+            if isinstance(original, torch.jit.ScriptModule):
+                _copy_script_tensors(original, own, memo, convert)
+
+
+def _copy_script_tensors(
+    original: torch.jit.ScriptModule, duplicate: torch.nn.Module, memo: dict[int, Any], convert: Convert
+) -> None:
+    """Give the copy of one module of TorchScript its own tensors: those in the memo, or new ones, which join the memo.
+
+    Submodules are left alone.
+    """
+    registered = (*original.named_parameters(recurse=False), *original.named_buffers(recurse=False))
+    attributes = modules.script_attributes(original).items()
+    for name, tensor in (*registered, *attributes):
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        if id(tensor) not in memo:
+            own = getattr(duplicate, name)
+            own.data = own.data.to(convert(tensor.dtype))
+            memo[id(tensor)] = own.requires_grad_(tensor.requires_grad)
+        setattr(duplicate, name, memo[id(tensor)])
 
 
 def _copy_bound_builtins(objects: list[Any], memo: dict[int, Any]) -> None:
     """Add to the memo, for each builtin method of an object with state, that method of the object's copy.
 
-    `deepcopy` takes such a method for an atom, so that two copies would append to one list.
+    `deepcopy` takes such a method for an atom, so that two copies would append to one list. A method of an object that
+    cannot be copied stays shared, as `_copy_captured` says.
     """
     for method in objects:
-        if isinstance(method, BOUND_BUILTINS) and has_state(method.__self__):
-            memo[id(method)] = getattr(copy.deepcopy(method.__self__, memo), method.__name__)
+        if not isinstance(method, BOUND_BUILTINS) or not has_state(method.__self__):
+            continue
+        # the object of a function that C++ exports knows nothing of it
+        if getattr(method.__self__, method.__name__, None) == method:
+            memo[id(method)] = getattr(_copy_captured(method.__self__, memo), method.__name__)
 
 
-def _rebind_methods(duplicate: Any, memo: dict[int, Any]) -> Any:
-    """Give bound methods in the duplicate the copies of their functions, in place, and return the duplicate.
+def _rebind(duplicate: Any, memo: dict[int, Any], originals: Set[int]) -> Any:
+    """Replace, in place, what `deepcopy` took for an atom by what refers to the copies, and return the duplicate.
 
-    `deepcopy` copies only the object to which a method is bound. Methods in the `__dict__` of any object in the
-    duplicate are replaced, if the memo has a copy of their function; all others stay.
+    These are bound methods of functions that were copied, weak references to objects that were copied, and cached
+    functions that reach any: see `_rebound`. They are replaced in attributes, dicts, lists and closures of the
+    duplicate; the `originals`, by id, are left alone where it still reaches them.
     """
     for holder in everything_in(duplicate):
-        for name, value in list(getattr(holder, "__dict__", {}).items()):
-            if isinstance(value, MethodType) and id(value.__func__) in memo:
-                vars(holder)[name] = MethodType(memo[id(value.__func__)], value.__self__)
+        if id(holder) in originals:
+            continue
+        if isinstance(holder, FunctionType):
+            for cell in holder.__closure__ or ():
+                if is_filled(cell) and (value := _rebound(cell.cell_contents, memo)) is not cell.cell_contents:
+                    cell.cell_contents = value
+        for entries in (getattr(holder, "__dict__", None), holder):
+            if isinstance(entries, dict):
+                changed = {
+                    name: value for name, entry in entries.items() if (value := _rebound(entry, memo)) is not entry
+                }
+                entries.update(changed)
+        if isinstance(holder, list):
+            holder[:] = [_rebound(entry, memo) for entry in holder]
     return duplicate
 
 
-def everything_in(value: Any) -> list[Any]:
+def _rebound(value: Any, memo: dict[int, Any]) -> Any:
+    """Return what refers to the copies in place of a bound method, weak reference or cached function, or the value.
+
+    A cached function becomes a new one with an empty cache.
+    """
+    if isinstance(value, MethodType) and id(value.__func__) in memo:
+        return MethodType(memo[id(value.__func__)], value.__self__)
+    if type(value) is weakref.ref and (referent := value()) is not None and id(referent) in memo:
+        return weakref.ref(memo[id(referent)])
+    if isinstance(value, functools._lru_cache_wrapper):
+        duplicate = _copy_captured(value.__wrapped__, memo)
+        if duplicate is not value.__wrapped__:
+            parameters: Any = value.cache_parameters()
+            return functools.lru_cache(**parameters)(duplicate)
+    return value
+
+
+def everything_in(value: Any, *, most: float = math.inf) -> list[Any]:
     """Return the value and the objects that it reaches by `children`, each once, without plain ones such as numbers.
 
-    Tensors, classes and Python modules are in the list, but what they hold is not.
+    Tensors, classes and Python modules are in the list, but what they hold is not. The search ends at `most` objects.
     """
     objects: dict[int, Any] = {}
     waiting = [value]
-    while waiting:
+    while waiting and len(objects) < most:
         current = waiting.pop()
         if id(current) not in objects:
             objects[id(current)] = current
@@ -374,8 +438,8 @@ def children(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((str(key), item) for key, item in value.items())
     elif isinstance(value, (list, tuple, Set, collections.deque)):
         yield from ((f"[{index}]", item) for index, item in enumerate(value))
-    else:
-        yield from (part for part in hidden_state(value) or () if isinstance(part[1], tuple))
+    elif is_builtin_iterator(value):
+        yield from hidden_state(value) or ()
     yield from vars(value).items() if hasattr(value, "__dict__") else ()
     for kind in type(value).__mro__:
         slots = vars(kind).get("__slots__", ())
@@ -420,7 +484,7 @@ def has_state(value: Any) -> bool:
     generator, an instance of a class of the user's that is not an Enum, or if `has_tensors` is true. A tuple,
     frozenset, bound method or partial has state if one of its parts has; parts that are functions do not count.
     """
-    if isinstance(value, (*_CONTAINERS, SimpleNamespace)) or hidden_state(value) is not None:
+    if isinstance(value, (*_CONTAINERS, SimpleNamespace)) or has_hidden_state(value):
         return True
     if isinstance(value, (tuple, frozenset, MethodType, functools.partial, *BOUND_BUILTINS)):
         return any(has_state(part) for _, part in children(value) if not isinstance(part, (*_ATOMS, FunctionType)))

@@ -5,17 +5,22 @@
     hidden_state(io.StringIO("log"))     # [(".text", "log"), (".position", 0)]
     hidden_state(itertools.count(3))     # [(".rest", (3,))]
 
-An object whose state Python cannot read, such as a generator function that runs, is named by `is_unreadable`, so that a
-report can say that it was not compared. `rewind` gives an object the state of an earlier copy.
+An object whose state Python cannot read, such as a generator function that runs or a cache of results, is named by
+`is_unreadable`, so that a report can say that it was not compared. `rewind` gives an object the state of an earlier
+copy.
 """
 
 from __future__ import annotations
 
 import array
 import collections.abc
+import contextlib
+import contextvars
 import ctypes
+import functools
 import io
 import itertools
+import queue
 import random
 import types
 import warnings
@@ -26,13 +31,18 @@ import torch
 
 GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
 """Random generators."""
+GENERATORS_OF_PROCESS: tuple[Any, ...] = (vars(random)["_inst"], np.random.mtrand._rand)
+"""The generators of `random` and `numpy.random`, which all programs share."""
 _TEXTS = (io.StringIO, io.BytesIO)
 # ctypes has no public name for the base of its arrays, structures and numbers
 _C_DATA: Any = ctypes.c_int.__mro__[-2]
 _ITERATOR_MODULES = ("builtins", "itertools")
 _INDEXED: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))), type(iter("")))
 """Iterators that can be set to an index."""
-_UNREADABLE = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, io.IOBase)
+_UNREADABLE = (
+    *(types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, io.IOBase),
+    *(contextvars.ContextVar, queue.Queue, queue.SimpleQueue, functools._lru_cache_wrapper),
+)
 
 Parts = list[tuple[str, Any]]
 """The state of an object, as (step, value); a value is a leaf, or a tuple of objects that are read in their turn."""
@@ -42,28 +52,38 @@ def hidden_state(value: Any) -> Parts | None:
     """Return the state of an object that has no attributes to read, or None for any other object.
 
     Arrays of numbers become numpy arrays, other memory becomes bytes. Of an iterator the state is what it would be
-    built from again. None, too, if Python cannot read the state: `is_unreadable` then tells whether there is any.
+    built from again. None, too, for the random generators of the process, which are no state of a program, and if
+    Python cannot read the state: `is_unreadable` then tells whether there is any.
     """
-    if isinstance(value, GENERATORS):
-        return _state_of_generator(value)
-    if isinstance(value, _TEXTS):
-        return None if value.closed else [(".text", value.getvalue()), (".position", value.tell())]
-    if isinstance(value, array.array):
-        return [("", "".join(value) if value.typecode == "u" else np.array(value))]
-    if isinstance(value, _C_DATA):
-        return [("", bytes(memoryview(value).cast("B")))] if _is_copyable(value) else None
-    if _is_builtin_iterator(value):
-        parts = _reduced(value)
-        return None if parts is None else [(".rest", parts)]
-    return None
+    if _is_of_process(value):
+        return None
+    try:
+        return _state_of(value)
+    except Exception:  # memory that is in use or gone
+        return None
+
+
+def has_hidden_state(value: Any) -> bool:
+    """Tell whether an object is of a class whose state `hidden_state` may return; nothing is read."""
+    is_known = isinstance(value, (*GENERATORS, *_TEXTS, array.array, _C_DATA)) or is_builtin_iterator(value)
+    return is_known and not _is_of_process(value)
 
 
 def is_unreadable(value: Any) -> bool:
     """Tell whether an object has state that neither its attributes nor `hidden_state` show."""
-    if not isinstance(value, (*_UNREADABLE, _C_DATA)) and not _is_builtin_iterator(value):
-        return False
-    is_closed = isinstance(value, io.IOBase) and value.closed
-    return not is_closed and hidden_state(value) is None
+    if isinstance(value, _C_DATA):
+        return not _is_copyable(value)
+    if is_builtin_iterator(value):
+        return _reduced(value) is None
+    try:
+        return isinstance(value, _UNREADABLE) and not isinstance(value, _TEXTS) and not getattr(value, "closed", False)
+    except ValueError:  # a file that was taken apart
+        return True
+
+
+def can_rewind(value: Any) -> bool:
+    """Tell whether `rewind` can give an object with hidden state an earlier one."""
+    return not is_builtin_iterator(value) or isinstance(value, _INDEXED)
 
 
 def rewind(value: Any, before: Any) -> None:
@@ -77,10 +97,11 @@ def rewind(value: Any, before: Any) -> None:
     elif isinstance(value, np.random.Generator):
         value.bit_generator.state = before.bit_generator.state
     elif isinstance(value, _TEXTS):
-        value.seek(0)
-        value.truncate()
-        value.write(before.getvalue())
-        value.seek(before.tell())
+        with contextlib.suppress(BufferError):  # its memory is in use
+            value.seek(0)
+            value.truncate()
+            value.write(before.getvalue())
+            value.seek(before.tell())
     elif isinstance(value, array.array):
         value[:] = before
     elif isinstance(value, _C_DATA):
@@ -89,6 +110,27 @@ def rewind(value: Any, before: Any) -> None:
         # an iterator that has ended has no index any more, and stays at its end
         iterator: Any = value
         iterator.__setstate__(state[1])
+
+
+def _is_of_process(value: Any) -> bool:
+    """Tell whether a value is one of the generators of the process."""
+    return any(value is generator for generator in GENERATORS_OF_PROCESS)
+
+
+def _state_of(value: Any) -> Parts | None:
+    """Return the state of an object without attributes to read, or None for any other; it may raise."""
+    if isinstance(value, GENERATORS):
+        return _state_of_generator(value)
+    if isinstance(value, _TEXTS):
+        return None if value.closed else [(".text", value.getvalue()), (".position", value.tell())]
+    if isinstance(value, array.array):
+        return [("", "".join(value) if value.typecode == "u" else np.array(value))]
+    if isinstance(value, _C_DATA):
+        return [("", np.frombuffer(value, np.uint8).copy())] if _is_copyable(value) else None
+    if is_builtin_iterator(value):
+        parts = _reduced(value)
+        return None if parts is None else [(".rest", parts)]
+    return None
 
 
 def _state_of_generator(value: Any) -> Parts:
@@ -104,7 +146,7 @@ def _state_of_generator(value: Any) -> Parts:
     return [("", repr(value.bit_generator.state))]
 
 
-def _is_builtin_iterator(value: Any) -> bool:
+def is_builtin_iterator(value: Any) -> bool:
     """Tell whether a value is an iterator of Python itself, such as that of a list, `zip` or `itertools.count`."""
     is_iterator = isinstance(value, collections.abc.Iterator) and not isinstance(value, io.IOBase)
     return is_iterator and type(value).__module__ in _ITERATOR_MODULES
@@ -118,7 +160,7 @@ def _reduced(value: Any) -> tuple[Any, ...] | None:
         with warnings.catch_warnings():  # later Pythons announce that itertools will not be reducible
             warnings.simplefilter("ignore")
             _, arguments, *state = value.__reduce__()
-    except (TypeError, AttributeError, ValueError):
+    except Exception:  # not reducible, or an iterator of a dict that has changed
         return None
     return (*arguments, *(each for each in state if each is not None))
 

@@ -17,6 +17,7 @@ Start reading at `reached_by`; `_Walk._visit` decides what an object is.
 
 from __future__ import annotations
 
+import argparse
 import collections
 import copy
 import dataclasses
@@ -26,6 +27,7 @@ import fractions
 import functools
 import pathlib
 import sys
+import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
@@ -39,7 +41,7 @@ import torch
 from torchdelta._torch import modules
 from torchdelta.compare.leaves import Container, Leaves, children_of, container_of, is_cache
 from torchdelta.program import copies
-from torchdelta.program.hidden_state import GENERATORS, Parts, hidden_state, is_unreadable, rewind
+from torchdelta.program.hidden_state import GENERATORS, Parts, can_rewind, hidden_state, is_unreadable, rewind
 from torchdelta.program.restore import refill
 
 PLAIN = (
@@ -52,7 +54,10 @@ _PLAIN_KINDS = frozenset((bool, int, float, complex, str, bytes, type(None)))
 _CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
 _CODE = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, property, classmethod, staticmethod)
 _FUNCTIONS = (FunctionType, MethodType, functools.partial)
-_DATA = (*_CONTAINERS, Mapping, Set, SimpleNamespace)
+_DATA = (
+    *(*_CONTAINERS, Mapping, Set, collections.UserList, collections.UserString),
+    *(SimpleNamespace, argparse.Namespace),
+)
 _LARGE = 1000
 """A container of so many plain values is one leaf: a path for each of them would take longer than a run."""
 _MISSING: Any = object()
@@ -98,7 +103,7 @@ class UnregisteredState:
     leaves: Leaves = field(default_factory=dict)
     shared: SharedState = field(default_factory=SharedState)
     unread: dict[str, str] = field(default_factory=dict)
-    """The classes of objects whose state cannot be read, by path."""
+    """The classes of objects whose state cannot be read, or not be put back for the next side, by path."""
 
 
 def reached_by(call: Callable[..., Any], registered: Mapping[str, torch.Tensor]) -> UnregisteredState:
@@ -213,12 +218,14 @@ class _Walk:
             self._record(place, bytes(value) if isinstance(value, bytearray) else value)
         elif isinstance(value, GENERATORS):
             yield from self._visit_hidden(place, hidden_state(value) or [])
-        elif is_unreadable(value):
+        elif is_unreadable(value) or (place.is_shared and not can_rewind(value)):
             if not place.is_installed:
                 self.unread[place.path] = type(value).__name__
         elif (state := hidden_state(value)) is not None:
             if not place.is_installed and self._is_new(value, place):
                 yield from self._visit_hidden(place, state)
+        elif isinstance(value, threading.local):
+            yield dataclasses.replace(place, value=vars(value))
         elif isinstance(value, type):
             yield from self._visit_class(value)
         elif isinstance(value, torch.nn.Module):
@@ -294,6 +301,9 @@ class _Walk:
         place = dataclasses.replace(place, is_installed=False)
         for name, value in modules.own_attributes(module).items():
             if not is_cache(type(module), name):
+                yield place.member(name, value)
+        if isinstance(module, torch.jit.ScriptModule):
+            for name, value in modules.script_attributes(module).items():
                 yield place.member(name, value)
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             if id(tensor) not in self.registered:
@@ -444,9 +454,10 @@ class _Walk:
 
         Nothing is added for an object without such a dict.
         """
-        container = (
-            value if isinstance(value, (list, dict, set, collections.deque)) else getattr(value, "__dict__", None)
-        )
+        if isinstance(value, (collections.UserList, collections.UserDict)):
+            value = value.data
+        is_plain = isinstance(value, (list, dict, set, collections.deque))
+        container = value if is_plain else getattr(value, "__dict__", None)
         if container is not None and id(container) not in self.shared.contents:
             self.shared.contents[id(container)] = (container, container.copy())
 
