@@ -161,3 +161,46 @@ def test_another_implementation_that_asks_too_is_told_its_own_answers():
     report = td.check(Clamps(), (x,), candidate=other)
 
     assert (report.verdict, report.questions.semantic) == (EQUIVALENT, "asked")
+
+
+class Activated(nn.Module):
+    """Has an operation that only narrow programs have, and none that takes its place in float64."""
+
+    def forward(self, x):
+        y = x * 2
+        return F.gelu(y.float()).to(y.dtype) if y.dtype in (torch.bfloat16, torch.float16) else y
+
+
+def with_gelu(approximation):
+    def approximated(graph_module, example_inputs):
+        for node in graph_module.graph.nodes:
+            if getattr(node.target, "__name__", "") == "gelu":
+                node.kwargs = {"approximate": approximation}
+        graph_module.recompile()
+        return graph_module
+
+    return approximated
+
+
+def test_a_small_fault_in_a_branch_that_float64_does_not_take_shows():
+    torch.manual_seed(0)
+    x = torch.randn(16, 32).bfloat16()
+
+    assert td.check(Activated(), (x,), transform=with_gelu("tanh")).verdict is DIVERGED
+    report = td.check(Activated(), (x,), transform=with_gelu("none"), options=UNCHANGED)
+    assert (report.verdict, report.questions.semantic) == (EQUIVALENT, "asked")
+
+
+def of_its_dtype(x):
+    return x * torch.tensor(0.1, dtype=x.dtype) + torch.full((8,), 0.3, dtype=x.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("transform", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_constant_of_the_inputs_dtype_is_no_difference_of_a_compiler(transform, dtype):
+    torch.manual_seed(0)
+    x = torch.randn(30, 8).to(dtype)
+
+    report = td.check(of_its_dtype, (x,), transform=transform)
+    assert (report.verdict, report.questions.semantic) == (EQUIVALENT, "asked")
+    assert td.check(of_its_dtype, (x,), transform=scaled(1.001)).verdict is DIVERGED

@@ -135,3 +135,48 @@ def test_a_graph_that_has_no_float64_is_named_and_the_others_are_asked():
     assert report.verdict is EQUIVALENT
     assert "not asked of 1 of 2 graphs" in report.questions.semantic
     assert "no kernel for float64" in report.questions.semantic
+
+
+def test_a_pass_that_works_on_bfloat16_alone_does_not_answer_for_itself_in_float64():
+    def narrow_tanh_gelu(graph_module, example_inputs):
+        for node in graph_module.graph.nodes:
+            if getattr(node.target, "__name__", "") == "gelu" and node.meta["example_value"].dtype is torch.bfloat16:
+                node.kwargs = {"approximate": "tanh"}
+        graph_module.recompile()
+        return graph_module
+
+    model, inputs = build()
+
+    report = td.check(model, inputs, transform=narrow_tanh_gelu)
+
+    assert report.questions.semantic.startswith("not asked of 2 of 2 graphs: in float64 the transform changed nothing")
+
+
+def test_a_graph_that_runs_without_gradients_is_asked_without_them():
+    def step(weight, x):
+        loss = (weight * x).square().mean()
+        (gradient,) = torch.autograd.grad(loss, weight)
+        torch._dynamo.graph_break()
+        with torch.no_grad():
+            weight.sub_(0.1 * gradient)
+        return loss.detach()
+
+    torch.manual_seed(0)
+    inputs = (torch.randn(8, requires_grad=True), torch.randn(8))
+
+    def reordered(factor):
+        def transform(graph_module, example_inputs):
+            for node in graph_module.graph.nodes:
+                if node.target in ("sub_", torch.Tensor.sub_):
+                    with graph_module.graph.inserting_before(node):
+                        scaled = graph_module.graph.call_function(torch.mul, (factor, node.args[1]))
+                    node.args = (node.args[0], scaled)
+            graph_module.recompile()
+            return graph_module
+
+        return transform
+
+    right = td.check(step, inputs, transform=reordered(1.0))
+    wrong = td.check(step, inputs, transform=reordered(1.0001))
+
+    assert (right.verdict, wrong.verdict) == (EQUIVALENT, DIVERGED)

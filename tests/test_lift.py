@@ -8,7 +8,7 @@ from torch import nn
 import torchdelta as td
 from torchdelta import Verdict
 from torchdelta._torch.compile.dynamo import compiling
-from torchdelta._torch.graphs.lift_graph import lift_graph
+from torchdelta._torch.graphs.lift_graph import form_of, lift_graph
 from torchdelta._torch.modes.lift import Lift
 
 
@@ -147,3 +147,34 @@ def test_a_program_that_reads_bits_is_named_for_it_and_one_in_float64_is_not():
         assert torch.equal(absolute_by_bits(x), x.abs().double())
         x.double().view(8, 8).view(torch.float64)
     assert mode.unlifted == {"a view of bits"}
+
+
+def with_positions(x):
+    positions = torch.arange(x.shape[1], dtype=torch.bfloat16)
+    return x * positions[:, None].cos() * torch.full((8,), 0.1, dtype=torch.bfloat16)
+
+
+def test_numbers_that_a_narrow_constant_rounds_stay_rounded_in_a_rewritten_graph():
+    x = torch.randn(2, 300, 8, dtype=torch.bfloat16)
+    graphs = []
+    torch.compile(with_positions, backend=lambda graph, inputs: graphs.append(graph) or graph.forward)(x)
+    before = form_of(graphs[0])
+
+    lifted = lift_graph(graphs[0])
+
+    positions = torch.arange(300, dtype=torch.bfloat16).double()
+    assert positions.tolist() != list(range(300))
+    expected = x.double() * positions[:, None].cos() * torch.tensor(0.1, dtype=torch.bfloat16).double()
+    assert not any("bfloat16" in str((node.args, node.kwargs)) for node in lifted.graph.nodes)
+    torch.testing.assert_close(lifted(x.double())[0], expected, rtol=1e-15, atol=0.0)
+    assert form_of(lifted) == before
+
+
+@pytest.mark.slow
+def test_positions_in_bfloat16_are_equivalent_under_inductor():
+    torch.manual_seed(0)
+    x = torch.randn(2, 300, 8, dtype=torch.bfloat16)
+
+    report = td.check(with_positions, (x,), transform="inductor")
+
+    assert (report.verdict, report.questions.semantic) == (Verdict.EQUIVALENT, "asked")

@@ -81,7 +81,7 @@ class Baseline:
     """Operations and casts that have no float64, and run in the truth as they do natively."""
     no_truth: str = ""
     """Why there is no truth."""
-    noisy_runs: dict[tuple[int, bool, torch.dtype | None], Observation | None] = field(default_factory=dict)
+    noisy_runs: dict[tuple[int, bool, torch.dtype | None, bool], Observation | None] = field(default_factory=dict)
     has_run_candidate: bool = False
     """Whether a candidate ran after the reference, in this process, which it may have changed."""
     recorded_answers: list[Answer] | None = None
@@ -91,6 +91,7 @@ class Baseline:
         self,
         *modes: Mode,
         lifted: bool = False,
+        told: bool = True,
         noise: Noisy | None = None,
         draws: torch.dtype | None = None,
         plan: Plan | None = None,
@@ -100,15 +101,16 @@ class Baseline:
         """Run a copy of the program eagerly within these modes, and return the observation of its stages.
 
         With `lifted` it runs in float64, and draws random numbers in the dtype `draws`, or in `drawn_in` if that is
-        None; the reference runs first if it did not yet, because cotangents have its dtypes. With `noise` its
-        roundings are moved. `plan` replaces the baseline's own; `keeps` and `before_step` are those of
-        `stages.observe`. Raise SideFailed if the program raises, or if in float64 it asks a question about dtypes that
-        the reference did not ask there, because then it takes another path; a program with a `lifted_call` may ask any.
+        None; the reference runs first if it did not yet, because cotangents have its dtypes. If the program asks for a
+        dtype there, it is told that of the reference, unless `told` is False. With `noise` its roundings are moved. `plan` replaces the baseline's own; `keeps` and `before_step` are those of
+        `stages.observe`. Raise SideFailed if the program raises, or if it is told dtypes and asks a question about
+        them that the reference did not ask there, because then it takes another path; a program with a `lifted_call`
+        may ask any.
         Raise YardstickTouched if a candidate changed how this process runs it, and ProgramError if it cannot be copied.
         """
         self._require_untouched()
         _ = self.reference if lifted else None
-        replay = self._replay() if lifted else None
+        replay = self._replay() if lifted and told else None
         modes = modes if replay is None else (*modes, replay)
         side, convert, scope = self._prepare(modes, lifted=lifted, noise=noise, draws=draws)
         run = observe(side, plan or self.plan, self.original, scope, convert, keeps=keeps, before_step=before_step)
@@ -322,18 +324,33 @@ class Baseline:
         with self.timed("semantic"):
             return self._run_lifted(self.lifted_draws)[0]
 
-    def noisy(self, count: int, *, lifted: bool = False, lowered_to: torch.dtype | None = None) -> list[Observation]:
+    @cached_property
+    def untold_reference(self) -> Observation | None:
+        """The program in float64, with random numbers drawn as a lifted candidate draws them, and not told any dtype.
+
+        A program that a compiler captures in float64 is not told the reference's dtypes either. None if the program
+        asks for no dtype, or does not run so.
+        """
+        if not self._dtype_answers or self.program.lifted_call is not None:
+            return None
+        with self.timed("semantic"):
+            return self._run_lifted(self.lifted_draws, told=False)[0]
+
+    def noisy(
+        self, count: int, *, lifted: bool = False, lowered_to: torch.dtype | None = None, told: bool = True
+    ) -> list[Observation]:
         """Return the first `count` noisy runs, without those that failed.
 
         They are native, or in float64 if `lifted`, or in float64 with roundings as large as those of the dtype
-        `lowered_to`. Each run is made once and kept in `noisy_runs`.
+        `lowered_to`. In float64 they are told the reference's dtypes, unless `told` is False. Each run is made once and
+        kept in `noisy_runs`.
         """
-        for index in range(count):
-            if (index, lifted, lowered_to) not in self.noisy_runs:
+        keys = [(index, lifted, lowered_to, told) for index in range(count)]
+        for key in keys:
+            if key not in self.noisy_runs:
                 with self.timed("noise"):
-                    self.noisy_runs[index, lifted, lowered_to] = self._run_noisy(index, lifted, lowered_to)
-        runs = (self.noisy_runs[index, lifted, lowered_to] for index in range(count))
-        return [run for run in runs if run is not None]
+                    self.noisy_runs[key] = self._run_noisy(*key)
+        return [run for key in keys if (run := self.noisy_runs[key]) is not None]
 
     @property
     def drawn_in(self) -> torch.dtype:
@@ -429,19 +446,22 @@ class Baseline:
                 stage=failed.stage,
             ) from failed.error
 
-    def _run_lifted(self, draws: torch.dtype) -> tuple[Observation | None, str]:
-        """Return the program run in float64 and an empty text, or None and the reason why it does not run there."""
+    def _run_lifted(self, draws: torch.dtype, *, told: bool = True) -> tuple[Observation | None, str]:
+        """Return the program run in float64 and an empty text, or None and the reason why it does not run there.
+
+        Random numbers are drawn in the dtype `draws`. The run is `told` the dtypes of the reference, or not.
+        """
         try:
-            return self.observe(lifted=True, draws=draws), ""
+            return self.observe(lifted=True, draws=draws, told=told), ""
         except (SideFailed, ProgramError) as error:
             return None, f"the program does not run in float64 ({error})"
 
-    def _run_noisy(self, index: int, lifted: bool, lowered_to: torch.dtype | None) -> Observation | None:
+    def _run_noisy(self, index: int, lifted: bool, lowered_to: torch.dtype | None, told: bool) -> Observation | None:
         """Make one noisy run and return its observation, or add a note and return None if the program fails in it.
 
         Return None without a note if a candidate changed how this process runs the program. `index` is added to the
-        seed. The run is native, or in float64 if `lifted`, or in float64 with roundings of the dtype `lowered_to`.
-        Before an optimizer step, gradients within noise of zero get random signs. Inputs, parameters and buffers that
+        seed. The run is native, or in float64 if `lifted`, or in float64 with roundings of the dtype `lowered_to`. In
+        float64 it is `told` the reference's dtypes, or not. Before an optimizer step, gradients within noise of zero get random signs. Inputs, parameters and buffers that
         the reference left unchanged are not recorded. Updates `has_chosen`, and after a native run `narrowed_to`.
         """
         in_float64 = lifted or lowered_to is not None
@@ -452,6 +472,7 @@ class Baseline:
         try:
             run = self.observe(
                 lifted=in_float64,
+                told=told,
                 noise=noise,
                 draws=self.lifted_draws if lifted else self.drawn_in,
                 keeps=lambda stage, path: id(reference.stages[stage].get(path)) not in self.own_tensors,

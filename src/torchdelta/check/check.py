@@ -345,14 +345,31 @@ class Check(JudgingSteps[Observation]):
         stages = self._notice_casts(stages, yardstick)
         if self.lifted.is_by_graph:
             return self._ask_graphs(stages)
-        self.semantic_question, self.answers = semantic.judge_lifted(
-            self.lifted, self.baseline, keeps_names=self.transform.traits.keeps_names
-        )
+        self._judge_lifted()
         if not has_diverged(self.answers):
             stages = self._settle_choices(stages, yardstick)
         elif not any(stage.verdict is Verdict.DIVERGED for stage in stages):
             self._doubt_capture()
         return [semantic.add_answers(stage, self.answers.get(stage.name, {}), self.baseline) for stage in stages]
+
+    def _judge_lifted(self) -> None:
+        """Set `semantic_question` and `answers` to what float64 says of the whole program.
+
+        A compiler captures the program in float64 without being told the dtypes of the native run. If its answers
+        diverge, it is held against a reference that is not told them either, and `lifted` has that reference if the
+        answers then agree.
+        """
+        keeps_names = self.transform.traits.keeps_names
+        self.semantic_question, self.answers = semantic.judge_lifted(
+            self.lifted, self.baseline, keeps_names=keeps_names
+        )
+        is_told = self.lifted.is_told and not self.transform.traits.is_compiler
+        if is_told or not has_diverged(self.answers) or (untold := self.baseline.untold_reference) is None:
+            return
+        lifted = replace(self.lifted, reference=untold, is_told=False)
+        _, answers = semantic.judge_lifted(lifted, self.baseline, keeps_names=keeps_names)
+        if not has_diverged(answers):
+            self.lifted, self.answers = lifted, answers
 
     def _settle_choices(self, stages: list[Stage], yardstick: Yardstick[Observation]) -> list[Stage]:
         """Return the stages; integers become equivalent if rounding alone set the reference's choices apart.

@@ -32,7 +32,7 @@ from torchdelta.transforms.base import Transform, TransformedSide
 from torchdelta.transforms.compiler import Compiler
 from torchdelta.transforms.export import export_side
 from torchdelta.transforms.fx_pass import FxPass
-from torchdelta.transforms.wrappers import ObservedAfterAot, ObservedTransform
+from torchdelta.transforms.wrappers import ObservedAfterAot, ObservedTransform, innermost
 
 CALLS = 4
 """How many calls of one graph are recorded: a failure may depend on the values."""
@@ -54,7 +54,7 @@ class GraphRecorder:
     """A seam that records every graph with its inputs, and runs the graph itself in place of a candidate."""
 
     with_gradients: bool = True
-    """Whether recorded tensors keep their `requires_grad`."""
+    """Whether tensors that are recorded with grad mode on keep their `requires_grad`."""
     calls: int | None = None
     """How many calls of the program are recorded; None records all."""
     is_paused: bool = False
@@ -64,7 +64,8 @@ class GraphRecorder:
         """Return a callable that runs the graph itself; its first `CALLS` calls are appended to `captured`.
 
         Each record has copies of the arguments, the level, and one copy of the graph, which all of them share. Calls
-        while `is_paused` are not recorded or counted. Without `with_gradients`, tensor arguments are detached.
+        while `is_paused` are not recorded or counted. Tensor arguments are detached without `with_gradients`, and if
+        the call is made with grad mode off, as that of an optimizer is.
         """
         graph = graphs.copy_graph(handed.graph)
         calls = 0
@@ -75,7 +76,7 @@ class GraphRecorder:
             calls += not self.is_paused
             if calls <= CALLS and not self.is_paused:
                 inputs = copy_together(args, name="the inputs of a captured graph")
-                if not self.with_gradients:
+                if not (self.with_gradients and torch.is_grad_enabled()):
                     inputs = tuple(each.detach() if isinstance(each, torch.Tensor) else each for each in inputs)
                 self.captured.append(CapturedGraph(graph=graph, inputs=inputs, level=handed.level))
             return handed.graph.forward(*args)
@@ -157,8 +158,7 @@ def _capturing_like(transform: Transform) -> Compiler:
 
     ProgramError if the transform is neither a compiler nor a pass.
     """
-    while isinstance(transform, ObservedTransform):
-        transform = transform.inner
+    transform = innermost(transform)
     if isinstance(transform, Compiler):
         return transform.with_backend("eager")
     if isinstance(transform, FxPass):
@@ -171,8 +171,7 @@ def _trace(baseline: Baseline, transform: Transform) -> CapturedGraph:
 
     It is exported, unless a pass asks for another graph. ProgramError if torch cannot make it.
     """
-    while isinstance(transform, ObservedTransform):
-        transform = transform.inner
+    transform = innermost(transform)
     side = Side.copied_from(baseline.program)
     try:
         module, lowered = transform.trace(side) if isinstance(transform, FxPass) else export_side(side, strict=False)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from torchdelta._torch.graphs.lift_graph import form_of, lift_graph
 from torchdelta.check import semantic
 from torchdelta.check.baseline import Baseline
+from torchdelta.check.candidate import CandidateRun
 from torchdelta.check.graphs import CapturedGraph, capture_graphs
 from torchdelta.compare.protocol import Answers
 from torchdelta.errors import TorchDeltaError
@@ -28,6 +29,8 @@ from torchdelta.records.comparison import Comparison, Scalar
 from torchdelta.records.report import ASKED, Stage
 from torchdelta.records.verdict import Verdict
 from torchdelta.transforms.base import Transform
+from torchdelta.transforms.fx_pass import FxPass
+from torchdelta.transforms.wrappers import innermost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,10 +136,22 @@ def _ask_graph(graph: CapturedGraph, number: int, baseline: Baseline, transform:
         anomaly=baseline.anomaly,
     )
     try:
-        lifted = semantic.run_lifted(whole, transform)
+        lifted = semantic.run_lifted(whole, transform, _native_run(whole, transform))
         return semantic.judge_lifted(lifted, whole, keeps_names=True)
     except TorchDeltaError as error:
         return f"not asked: {error}", {}
+
+
+def _native_run(whole: Baseline, transform: Transform) -> CandidateRun | None:
+    """Return the native run of a pass on one graph, or None for a transform that is not a pass, or fails there.
+
+    A pass that does natively what it does not do in float64 has to be noticed.
+    """
+    if not isinstance(innermost(transform), FxPass):
+        return None
+    run = whole.run(transform)
+    # eager is only that a graph of dynamo writes its code when it is first called
+    return replace(run, is_partly_eager=False) if run.failure is None else None
 
 
 def _first_calls(captured: list[CapturedGraph]) -> Iterator[CapturedGraph]:

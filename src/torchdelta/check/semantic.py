@@ -59,6 +59,8 @@ class LiftedRun:
     """The candidate run natively, if that is known."""
     is_by_graph: bool = False
     """Whether the program cannot be asked as a whole, but its graphs can: see `graphwise`."""
+    is_told: bool = True
+    """Whether the reference was told the dtypes of the native run when it asked for them."""
 
     @property
     def differs(self) -> bool:
@@ -114,11 +116,12 @@ def _run_whole(baseline: Baseline, transform: Transform, native: CandidateRun | 
         return LiftedRun(asked=f"not asked: the transform fails on the program in float64 ({message})")
     if why := candidate.untransformed():
         return LiftedRun(asked=f"not asked: in float64 {why}")
-    if native is not None and not native.unchanged() and (why := candidate.unchanged()):
-        return LiftedRun(asked=f"not asked: in float64 {why}")
+    # before asking whether the pass changed anything: in another branch it may have nothing to change
     if native is not None and native.forms != candidate.forms:
         is_by_graph = transform.traits.has_seam
         return LiftedRun(asked="not asked: in float64 the program has other operations", is_by_graph=is_by_graph)
+    if native is not None and not native.unchanged() and (why := candidate.unchanged()):
+        return LiftedRun(asked=f"not asked: in float64 {why}")
     if native is not None and native.result_forms != candidate.result_forms:
         return LiftedRun(asked="not asked: the pass makes other operations of the program in float64")
     observation = native.observation if native is not None else None
@@ -145,7 +148,7 @@ def judge_lifted(lifted: LiftedRun, baseline: Baseline, *, keeps_names: bool) ->
         }
 
     def in_float64() -> Yardstick[Observation] | None:
-        runs = baseline.noisy(1, lifted=True)
+        runs = baseline.noisy(1, lifted=True, told=lifted.is_told)
         return Yardstick(reference=lifted.reference, truth=lifted.reference, noisy=runs) if runs else None
 
     noisy = [_without_float64(run) for run in baseline.noisy(1)] if lifted.differs else []

@@ -113,6 +113,13 @@ class ObservedTransform(Transform):
             yield transformed
 
 
+def innermost(transform: Transform) -> Transform:
+    """Return the transform that is observed, or the transform itself if it is not an observed one."""
+    while isinstance(transform, ObservedTransform):
+        transform = transform.inner
+    return transform
+
+
 class ObservedAfterAot(ObservedTransform):
     """A compiler whose own seam gets the forward and backward graphs that AOTAutograd makes.
 

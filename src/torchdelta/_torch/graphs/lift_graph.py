@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
@@ -19,6 +20,12 @@ _METHODS = {"float": "double", "half": "double", "bfloat16": "double", "cfloat":
 
 
 _AUTOCAST = ("enter_autocast", "exit_autocast")
+_CONSTANTS = frozenset({"arange", "as_tensor", "full", "range", "scalar_tensor", "tensor"})
+"""Functions that make a tensor of the numbers that they are given, in the dtype that they are told."""
+_MOST_CONSTANT = 2**14
+"""A constant of more numbers is not written into the graph: its code would become too long."""
+_FORM = "form before it was lifted"
+"""Where the metadata of a node keep its text in `form_of`."""
 # operations that return floats for integers if no dtype is named
 _ON_NUMBERS = frozenset(
     {
@@ -86,10 +93,15 @@ def form_of(graph_module: GraphModule) -> tuple[str, ...]:
     form = []
     for module in graph_module.modules():
         for node in module.graph.nodes if isinstance(module, GraphModule) else ():
-            name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
             if node.op in ("call_function", "call_method") and _plain_name(node) not in (*CASTS, *_AUTOCAST):
-                form.append(f"{name}({', '.join(_plain_arguments(node))})")
+                form.append(node.meta.get(_FORM) or _shown(node))
     return tuple(form)
+
+
+def _shown(node: Node) -> str:
+    """Return a call as a text: its name, and the numbers, booleans and texts among its arguments."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    return f"{name}({', '.join(_plain_arguments(node))})"
 
 
 def _plain_arguments(node: Node) -> list[str]:
@@ -111,9 +123,10 @@ def _lift_node(node: Node) -> None:
     """Rewrite one node in place so that it does not round below float64; nodes may be inserted around it.
 
     A node that enters autocast gets it disabled. One without tensor inputs that makes a narrow tensor, by the graph's
-    metadata, is told the wide dtype if it computes its elements, as `linspace` does, or else followed by a cast; one
-    that makes no narrow tensor is left alone. A node with tensor inputs names wide dtypes in place of narrow ones. If
-    it is `_is_elementwise` and turns integers into narrow floats without naming a dtype, its inputs are cast.
+    metadata, is told the wide dtype if it computes its elements, as `linspace` does; if not, it makes its
+    `_rounded_constant` or, if it has none, its users read a cast of it. One that makes no narrow tensor is left alone. A node with
+    tensor inputs names wide dtypes in place of narrow ones. If it is `_is_elementwise` and turns integers into narrow
+    floats without naming a dtype, its inputs are cast.
     """
     if node.target is torch.amp.autocast_mode._enter_autocast:
         device, dtype, _, cache = node.args
@@ -126,8 +139,10 @@ def _lift_node(node: Node) -> None:
         if isinstance(output, torch.Tensor) and is_narrow(output.dtype):
             if is_computing_factory(_plain_name(node)):
                 node.kwargs = {**node.kwargs, "dtype": widened(output.dtype)}
+            # a constant keeps the program's rounding: 0.1 in float32 is the program's 0.1
+            elif (constant := _rounded_constant(node, output)) is not None:
+                _name_constant(node, constant, output)
             else:
-                # a constant keeps the program's rounding: 0.1 in float32 is the program's 0.1
                 _widen_after(node, output)
         return
     if node.op == "call_method":
@@ -153,6 +168,39 @@ def _widen_after(node: Node, output: torch.Tensor) -> None:
         wide = node.graph.call_method("to", (node, widened(output.dtype)))
     wide.meta["example_value"] = output
     node.replace_all_uses_with(wide, lambda user: user is not wide)
+
+
+def _rounded_constant(node: Node, output: torch.Tensor) -> torch.Tensor | None:
+    """Return the tensor that a node makes of plain numbers, widened, if its own dtype rounds one of them; else None.
+
+    A compiler may leave out the narrow tensor in a chain of casts, and would then compute with the numbers as they were
+    before they were rounded. None too for functions that are not among `_CONSTANTS`, if a number is known only in a
+    run, for a tensor that requires a gradient, and for one without elements or with more than
+    `_MOST_CONSTANT`. `output` is the
+    node's value by the graph's metadata.
+    """
+    is_constant = node.op == "call_function" and _plain_name(node) in _CONSTANTS and not node.all_input_nodes
+    if not is_constant or output.requires_grad or not 0 < output.numel() <= _MOST_CONSTANT or not callable(node.target):
+        return None
+    wide = widened(output.dtype)
+    with unset_fake_temporarily():
+        rounded: torch.Tensor = node.target(*node.args, **node.kwargs).to(wide)
+        exact = node.target(*node.args, **{**node.kwargs, "dtype": wide})
+        return None if torch.equal(rounded, exact) else rounded
+
+
+def _name_constant(node: Node, constant: torch.Tensor, output: torch.Tensor) -> None:
+    """Let a node make this constant of its numbers, in the constant's dtype; `form_of` shows it as it was before.
+
+    `output` is the node's value by the graph's metadata, on whose device the constant is made.
+    """
+    node.meta[_FORM] = _shown(node)
+    node.kwargs = {"dtype": constant.dtype, "device": output.device}
+    first = constant.reshape(-1)[:1]
+    if torch.equal(constant, first.expand(constant.numel()).reshape(constant.shape)):
+        node.target, node.args = torch.full, (list(constant.shape), first.item())
+    else:
+        node.target, node.args = torch.tensor, (constant.tolist(),)
 
 
 def _widen_before(node: Node, dtype: torch.dtype) -> None:
