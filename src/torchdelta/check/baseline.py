@@ -102,11 +102,11 @@ class Baseline:
 
         With `lifted` it runs in float64, and draws random numbers in the dtype `draws`, or in `drawn_in` if that is
         None; the reference runs first if it did not yet, because cotangents have its dtypes. If the program asks for a
-        dtype there, it is told that of the reference, unless `told` is False. With `noise` its roundings are moved. `plan` replaces the baseline's own; `keeps` and `before_step` are those of
-        `stages.observe`. Raise SideFailed if the program raises, or if it is told dtypes and asks a question about
-        them that the reference did not ask there, because then it takes another path; a program with a `lifted_call`
-        may ask any.
-        Raise YardstickTouched if a candidate changed how this process runs it, and ProgramError if it cannot be copied.
+        dtype there, it is told that of the reference, unless `told` is False. With `noise` its roundings are moved.
+        `plan` replaces the baseline's own; `keeps` and `before_step` are those of `stages.observe`. Raise SideFailed if
+        the program raises, or if it is told dtypes and asks a question about them that the reference did not ask there,
+        because then it takes another path; a program with a `lifted_call` may ask any. Raise YardstickTouched if a
+        candidate changed how this process runs it, and ProgramError if it cannot be copied.
         """
         self._require_untouched()
         _ = self.reference if lifted else None
@@ -461,8 +461,9 @@ class Baseline:
 
         Return None without a note if a candidate changed how this process runs the program. `index` is added to the
         seed. The run is native, or in float64 if `lifted`, or in float64 with roundings of the dtype `lowered_to`. In
-        float64 it is `told` the reference's dtypes, or not. Before an optimizer step, gradients within noise of zero get random signs. Inputs, parameters and buffers that
-        the reference left unchanged are not recorded. Updates `has_chosen`, and after a native run `narrowed_to`.
+        float64 it is `told` the reference's dtypes, or not. Before an optimizer step, gradients within noise of zero
+        get random signs. Inputs, parameters and buffers that the reference left unchanged are not recorded. Updates
+        `has_chosen`, and after a native run `narrowed_to`.
         """
         in_float64 = lifted or lowered_to is not None
         unit = None if lowered_to is None else float(torch.finfo(lowered_to).eps)

@@ -367,7 +367,7 @@ class Check(JudgingSteps[Observation]):
         if is_told or not has_diverged(self.answers) or (untold := self.baseline.untold_reference) is None:
             return
         lifted = replace(self.lifted, reference=untold, is_told=False)
-        _, answers = semantic.judge_lifted(lifted, self.baseline, keeps_names=keeps_names)
+        _, answers = semantic.judge_lifted(lifted, self.baseline, keeps_names=traits.keeps_names)
         if not has_diverged(answers):
             self.lifted, self.answers = lifted, answers
 

@@ -124,9 +124,9 @@ def _lift_node(node: Node) -> None:
 
     A node that enters autocast gets it disabled. One without tensor inputs that makes a narrow tensor, by the graph's
     metadata, is told the wide dtype if it computes its elements, as `linspace` does; if not, it makes its
-    `_rounded_constant` or, if it has none, its users read a cast of it. One that makes no narrow tensor is left alone. A node with
-    tensor inputs names wide dtypes in place of narrow ones. If it is `_is_elementwise` and turns integers into narrow
-    floats without naming a dtype, its inputs are cast.
+    `_rounded_constant` or, if it has none, its users read a cast of it. One that makes no narrow tensor is left alone.
+    A node with tensor inputs names wide dtypes in place of narrow ones. If it is `_is_elementwise` and turns integers
+    into narrow floats without naming a dtype, its inputs are cast.
     """
     if node.target is torch.amp.autocast_mode._enter_autocast:
         device, dtype, _, cache = node.args
