@@ -359,12 +359,15 @@ class Check(JudgingSteps[Observation]):
         diverge, it is held against a reference that is not told them either, and `lifted` has that reference if the
         answers then agree.
         """
-        keeps_names = self.transform.traits.keeps_names
+        traits = self.transform.traits
         self.semantic_question, self.answers = semantic.judge_lifted(
-            self.lifted, self.baseline, keeps_names=keeps_names
+            self.lifted, self.baseline, keeps_names=traits.keeps_names
         )
-        is_told = self.lifted.is_told and not self.transform.traits.is_compiler
-        if is_told or not has_diverged(self.answers) or (untold := self.baseline.untold_reference) is None:
+        if (
+            not traits.is_compiler
+            or not has_diverged(self.answers)
+            or (untold := self.baseline.untold_reference) is None
+        ):
             return
         lifted = replace(self.lifted, reference=untold, is_told=False)
         _, answers = semantic.judge_lifted(lifted, self.baseline, keeps_names=traits.keeps_names)
