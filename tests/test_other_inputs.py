@@ -102,7 +102,7 @@ def test_a_program_that_takes_no_size_twice_as_large_is_asked_about_the_neighbou
 
     assert report.verdict is Verdict.EQUIVALENT
     assert any("iterations[1] has other sizes: args[0] [6] → [7]" in note for note in report.notes)
-    assert any("not asked about sizes at least twice as large: the program accepts none" in note for note in report.notes)
+    assert any("not asked about sizes at least twice as large: the program accepts" in note for note in report.notes)
 
 
 @pytest.mark.parametrize("transform", [double_and_halve, "aot_eager"])
