@@ -75,6 +75,62 @@ class TestFailuresWithoutAGraph:
             td.minify(scaled, (torch.ones(3),), transform="eager")
 
 
+RETURNING = """
+import torch
+
+
+class Layer(torch.nn.Linear):
+    def forward(self, x):
+        return torch.relu(super().forward(x))
+
+
+def build():
+    return Layer(4, 4), (torch.ones(5, 4),)
+
+
+def nothing(graph_module, example_inputs):
+    return graph_module
+
+
+def text(graph_module, example_inputs):
+    return "done"
+
+
+def number(graph_module, example_inputs):
+    for node in graph_module.graph.nodes:
+        if node.target is torch.relu:
+            node.target = torch.sigmoid
+    return 1
+
+
+def graph(graph_module):
+    number(graph_module, ())
+    return graph_module.graph
+"""
+
+
+@pytest.mark.slow
+class TestWhatAPassReturns:
+    @pytest.mark.parametrize("level", ["dynamo", "symbolic"])
+    @pytest.mark.parametrize("name", ["text", "number", "graph"])
+    def test_its_script_shows_the_failure(self, name, level, tmp_path, workers):
+        (tmp_path / "returning.py").write_text(RETURNING)
+        file = tmp_path / "returning.py"
+        small = td.minify(f"{file}:build", transform=f"{file}:{name}", options={"graph": level}, workers=workers)
+
+        assert small.write(tmp_path / "out" / "repro.py").confirmed
+        ended = run(tmp_path / "out" / "repro.py")
+        assert ended.returncode == 1, ended.stderr
+        assert ("returned str" in ended.stdout) == (name == "text")
+
+    def test_the_unchanged_graph_has_nothing_to_minify_because_it_changed_nothing(self, tmp_path, workers):
+        (tmp_path / "returning.py").write_text(RETURNING)
+        file = tmp_path / "returning.py"
+
+        with pytest.raises(NothingToMinify, match="nothing to make smaller: the transform changed nothing"):
+            td.minify(f"{file}:build", transform=f"{file}:nothing", workers=workers)
+
+
 @pytest.mark.slow
 class TestPassesThatLookForNames:
     @pytest.mark.parametrize(

@@ -40,8 +40,69 @@ def test_a_size_that_a_pass_bakes_in_is_seen_with_dynamic_sizes():
     report = td.check(mean, X, transform=bake_size, options={"dynamic": True})
 
     diverged = [each.path for each in report.comparisons if each.verdict is Verdict.DIVERGED]
-    assert diverged == ["iterations[1].outputs"]
-    assert any("other sizes: args[0] [6, 4] → [7, 5]" in note for note in report.notes)
+    assert diverged == ["iterations[1].outputs", "iterations[2].outputs"]
+    assert any("iterations[1] has other sizes: args[0] [6, 4] → [7, 5]" in note for note in report.notes)
+    assert any("iterations[2] has other sizes: args[0] [6, 4] → [13, 9]" in note for note in report.notes)
+
+
+def bake_symbols(graph_module, example_inputs):
+    """Replace each symbolic input by the number that it had when the graph was captured."""
+    for node in graph_module.graph.nodes:
+        value = node.meta.get("example_value")
+        if node.op == "placeholder" and isinstance(value, torch.SymInt):
+            for user in list(node.users):
+                user.replace_input_with(node, int(value.node.hint))
+    graph_module.recompile()
+    return graph_module
+
+
+def clone_outputs(graph_module, example_inputs):
+    return lambda *args: [each.clone() for each in graph_module(*args)]
+
+
+QUOTIENTS = {
+    "the half": lambda x: x.sum(0) * (x.shape[0] // 2),
+    "the quarter": lambda x: x.sum(0) * (x.shape[0] // 4),
+    "a slice": lambda x: x[: x.shape[0] // 2].sum(0) * 2,
+}
+
+
+@pytest.mark.parametrize("name", QUOTIENTS)
+def test_a_quotient_of_a_size_that_a_pass_bakes_in_is_seen_with_sizes_twice_as_large(name):
+    wrong = td.check(QUOTIENTS[name], X, transform=bake_symbols, options={"dynamic": True})
+    right = td.check(QUOTIENTS[name], X, transform=clone_outputs, options={"dynamic": True})
+
+    assert wrong.verdict is Verdict.DIVERGED
+    assert right.verdict is Verdict.EQUIVALENT
+
+
+@pytest.mark.parametrize(("one", "verdict"), [(bake_symbols, Verdict.DIVERGED), (clone_outputs, Verdict.EQUIVALENT)])
+def test_a_whole_number_that_a_pass_bakes_in_is_seen_with_another_number(one, verdict):
+    report = td.check(lambda x, n: x * n, (*X, 7), transform=one, options={"dynamic": True})
+
+    assert report.verdict is verdict
+    assert any("args[0] [6, 4] → [7, 5], args[1] 7 → 8" in note for note in report.notes)
+
+
+def test_a_number_that_has_to_fit_a_size_changes_with_it_or_stays():
+    rows = td.check(lambda x, n: x.view(n, -1) * 2, (*X, 6), transform="aot_eager", options={"dynamic": True})
+    axis = td.check(lambda x, n: x.sum(n), (torch.randn(3, 4, 5), 2), transform="aot_eager", options={"dynamic": True})
+
+    assert any("args[0] [6, 4] → [7, 5], args[1] 6 → 7" in note for note in rows.notes)
+    assert any("args[0] [3, 4, 5] → [4, 5, 6]" in note and "args[1]" not in note for note in axis.notes)
+    assert rows.verdict is axis.verdict is Verdict.EQUIVALENT
+
+
+def test_a_program_that_takes_no_size_twice_as_large_is_asked_about_the_neighbour_alone():
+    def short(x):
+        assert x.shape[0] < 10
+        return x * 2
+
+    report = td.check(short, (torch.randn(6),), transform="aot_eager", options={"dynamic": True})
+
+    assert report.verdict is Verdict.EQUIVALENT
+    assert any("iterations[1] has other sizes: args[0] [6] → [7]" in note for note in report.notes)
+    assert any("not asked about sizes at least twice as large: the program accepts" in note for note in report.notes)
 
 
 @pytest.mark.parametrize("transform", [double_and_halve, "aot_eager"])

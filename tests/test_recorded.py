@@ -33,7 +33,7 @@ import torch
 
 
 def healthy(graph_module, example_inputs):
-    return lambda *args: tuple(value.clone() for value in graph_module(*args))
+    return lambda *args: graph_module(*[arg.clone() for arg in args])  # a pass that changes nothing is not tested
 
 
 def relu_segfaults(graph_module, example_inputs):

@@ -184,6 +184,34 @@ def test_functions_can_be_exported_and_decomposed():
         assert td.check(lambda x: torch.softmax(x, -1), (x,), transform=transform).verdict is Verdict.EQUIVALENT
 
 
+def with_keywords(y, x=None, *, module):
+    return x.sum(0) / y.shape[0] * module
+
+
+def with_branch(y, x=None, *, module):
+    return x.sum(0) / y.shape[0] * module if not torch.compiler.is_exporting() else x.sum(0) / 3 * module
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(
+    ("function", "verdict"), [(with_keywords, Verdict.EQUIVALENT), (with_branch, Verdict.DIVERGED)]
+)
+def test_a_function_with_keywords_can_be_exported_with_open_sizes(function, verdict, strict):
+    kwargs = {"module": torch.randn(4), "x": torch.randn(6, 4)}
+
+    report = td.check(
+        function,
+        (torch.randn(3, 4),),
+        kwargs=kwargs,
+        transform="export",
+        options={"dynamic": True, "strict": strict},
+    )
+
+    assert report.failure is None
+    assert report.verdict is verdict
+    assert any("other sizes: args[0] [3, 4] → [4, 5]" in note for note in report.notes)
+
+
 def test_a_closure_over_a_module_can_be_exported():
     model = relu_net()
     report = td.check(lambda x: model(x), (X,), transform="export")

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 import torchdelta as td
+from torchdelta._torch.compile.settings import is_harmless
 from torchdelta.program import recordings
+from torchdelta.program.recordings import trust_flags
 from torchdelta.records import trust
-from torchdelta.records.recording import RECORDING, Recording, trust_flags
+from torchdelta.records.recording import RECORDING, Recording, read_recording
 from torchdelta.records.trust import require_trusted
 
 EVIL = """
@@ -23,6 +25,10 @@ pathlib.Path(__file__).with_name("ran").write_text("it ran")
 def evil(graph_module, example_inputs):
     return graph_module
 """
+
+
+MARCH = "torch._inductor.config.cpp.march"
+WRAPPER = "native -wrapper evil"
 
 
 @pytest.fixture
@@ -59,6 +65,18 @@ def hostile(place):
         "a table of decompositions": {"transform": "decompose", "options": {"table": f"{evil}:evil"}},
         "the compiler's own compiler": {"settings": {"torch._inductor.config.cpp.cxx": [str(evil)]}},
         "a place to write to": {"settings": {"torch._inductor.config.trace.debug_dir": str(evil.parent)}},
+        "the flags of the compiler's own compiler": {"settings": {MARCH: WRAPPER}},
+        "another name of it": {"settings": {"torch._inductor.config.cpp.cxx": [None, "evil"]}},
+        "a setting among the options": {"transform": "inductor", "options": {"config.cpp.march": WRAPPER}},
+        "a compiler among the options": {"transform": "inductor", "options": {"config.cpp.cxx": str(evil)}},
+        "a place among dynamo's options": {
+            "transform": "inductor",
+            "options": {"dynamo.debug_dir_root": str(evil.parent)},
+        },
+        "a text for a number": {"settings": {"torch._inductor.config.cpp.threads": "x"}},
+        "a text for a number among the options": {"transform": "inductor", "options": {"config.cpp.threads": "x"}},
+        "a million threads": {"settings": {"torch._inductor.config.compile_threads": 1_000_000}},
+        "a cache on another machine": {"settings": {"torch._inductor.config.fx_graph_remote_cache": True}},
         "os": {"imports": ["os"]},
         "subprocess": {"imports": ["subprocess"]},
         "a module of the library with dots": {"imports": ["importlib.util"]},
@@ -98,6 +116,52 @@ def test_no_command_runs_it_and_the_refusal_says_which_file_and_what_to_add(plac
     assert f"{place}/theirs/evil.py" in ran.stderr
     assert f"--trust {place}/theirs" in ran.stderr
     assert not has_run(place)
+
+
+ORDINARY = {
+    "torch._inductor.config.max_autotune": True,
+    "torch._inductor.config.max_autotune_gemm_backends": "ATEN,CPP",
+    "torch._inductor.config.cpp.simdlen": 256,
+    "torch._inductor.config.cpp.threads": 2,
+    "torch._inductor.config.cpp.descriptive_names": "torch",
+    "torch._inductor.config.triton.cudagraph_capture_sizes": [1, [2, 4]],
+    "torch._dynamo.config.cache_size_limit": 32,
+    "torch._functorch.config.activation_memory_budget": 1,
+}
+"""Settings that users change, and that no recording needs trust for."""
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_a_setting_that_users_change_needs_no_trust(place, name):
+    recording = read_recording(changed(place, settings={name: ORDINARY[name]}))
+
+    recordings.require_harmless(recording, place / "recorded")
+    assert trust_flags(place / "recorded") == []
+
+
+def test_no_setting_at_its_present_value_needs_trust(place):
+    for config in ("torch._inductor.config", "torch._dynamo.config", "torch._functorch.config"):
+        for name, value in sys.modules[config].get_config_copy().items():
+            as_written = list(value) if isinstance(value, (tuple, set)) else value
+            assert is_harmless(f"{config}.{name}", as_written), name
+
+
+def test_the_refusal_of_a_setting_names_the_file_and_the_setting_and_what_to_add(place):
+    directory = changed(place, settings={MARCH: WRAPPER})
+
+    with pytest.raises(td.UsageError, match=rf"{directory}/recording.json sets {MARCH} .* --trust {directory}$"):
+        td.check(directory, transform="eager")
+    assert trust_flags(directory) == ["--trust", directory]
+
+
+def test_a_trusted_recording_may_set_what_it_likes_of_the_right_type(place):
+    directory = changed(place, settings={MARCH: WRAPPER, "torch._inductor.config.cpp.cxx": "clang++"})
+    td.trust(directory)
+    recordings.require_harmless(read_recording(directory), directory)
+
+    changed(place, settings={"torch._inductor.config.cpp.threads": "x"})
+    with pytest.raises(td.UsageError, match="not of the setting's type"):
+        recordings.require_harmless(read_recording(directory), directory)
 
 
 @pytest.mark.slow

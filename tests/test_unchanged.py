@@ -151,6 +151,29 @@ def test_state_that_the_program_does_not_use_is_no_difference(graph):
     assert report.verdict is Verdict.EQUIVALENT
 
 
+def relu_becomes_sigmoid(graph_module):
+    graph_module.add_module("other", nn.Sigmoid())
+    for node in graph_module.graph.nodes:
+        if node.target == "1":
+            node.target = "other"
+    graph_module.recompile()
+    return graph_module
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@pytest.mark.parametrize(("one", "verdict"), [(leave, Verdict.INCONCLUSIVE), (relu_becomes_sigmoid, Verdict.DIVERGED)])
+def test_an_attribute_that_a_called_module_computes_is_no_difference_of_the_pass(one, verdict):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 4)), nn.ReLU())
+
+    report = td.check(model, (torch.randn(5, 4),), transform=one, options={"graph": "symbolic"})
+
+    assert report.verdict is verdict
+    comparisons = {each.path: each.verdict for each in report.comparisons}
+    assert comparisons["attributes['0.weight']"] is Verdict.EQUIVALENT
+    assert comparisons["outputs"] is (Verdict.EQUIVALENT if one is leave else Verdict.DIVERGED)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # transformers warn about their own code
 @pytest.mark.parametrize("name", models.MODELS)
@@ -225,7 +248,16 @@ def takes_both(graph_module, example_inputs):
     return returns_result(graph_module)
 
 
-@pytest.mark.parametrize("one", [returns_result, takes_graph, takes_both])
+def takes_module_as_g(g):
+    assert isinstance(g, torch.fx.GraphModule)
+    return returns_result(g)
+
+
+def takes_annotated_graph(g: torch.fx.Graph):
+    takes_graph(g)
+
+
+@pytest.mark.parametrize("one", [returns_result, takes_graph, takes_both, takes_module_as_g, takes_annotated_graph])
 def test_a_pass_may_take_a_graph_module_alone_or_a_graph(one):
     report = td.check(Layers(), X, transform=one, options={"graph": "symbolic"})
 

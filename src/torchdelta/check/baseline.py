@@ -406,11 +406,11 @@ class Baseline:
         """Run the reference and return its observation; if it raises, change `plan` and retry, or raise EagerFails.
 
         The first retry that fits is taken. If it raises with further inputs in a stage other than `steps`, the plan
-        loses these, with a note. If a stage after the forward raises, only outputs have cotangents from then on: the
-        state that a program keeps may be overwritten where its gradient needs it; a note says so if the retry runs.
-        If it raises in a later iteration in a stage other than `steps`, the plan is cut to the iterations before, and
-        `shortfall` says so. Raise ProgramError if the run changes a tensor of the original, or one that all copies
-        share. Sets `recorded_answers`, and the plan's dtypes of cotangents.
+        loses these and later ones, with a note. If a stage after the forward raises, only outputs have cotangents from
+        then on: the state that a program keeps may be overwritten where its gradient needs it; a note says so if the
+        retry runs. If it raises in a later iteration in a stage other than `steps`, the plan is cut to the iterations
+        before, and `shortfall` says so. Raise ProgramError if the run changes a tensor of the original, or one that all
+        copies share. Sets `recorded_answers`, and the plan's dtypes of cotangents.
         """
         try:
             name = self.program.name
@@ -426,8 +426,11 @@ class Baseline:
         except SideFailed as failed:
             if self.plan.further and failed.stage != "steps" and failed.iteration >= self.plan.iterations:
                 # the forward alone was tried with them
-                self.notes.append(f"not asked with other inputs: the program does not accept them ({failed})")
-                self.plan = replace(self.plan, further=())
+                accepted = self.plan.further[: failed.iteration - self.plan.iterations]
+                self.notes.append(
+                    f"iterations[{failed.iteration}] was not asked: the program does not accept its inputs ({failed})"
+                )
+                self.plan = replace(self.plan, further=accepted)
                 return self._run_reference()
             if failed.stage != "forward" and self.plan.differentiates_state:
                 self.plan = replace(self.plan, differentiates_state=False)

@@ -1,8 +1,9 @@
 """Other inputs for a candidate that is meant for more than the user's own: other values, or other sizes.
 
 An exported program is called with inputs that it was not traced with, one that was compiled with `dynamic=true` with
-inputs of other sizes. A value, a size or an alias that was baked into it shows only there. So the plan of such a check
-has one more iteration, with inputs that the program itself accepts when it runs eagerly. Start with `extend`.
+inputs of other sizes and with other whole numbers. A value, a size or an alias that was baked into it shows only there.
+So the plan of such a check has further iterations, with inputs that the program itself accepts when it runs eagerly.
+Start with `extend`.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ from torchdelta.check.baseline import Baseline
 from torchdelta.compare.spread import is_finite
 from torchdelta.errors import EagerFails, ProgramError, TorchDeltaError
 from torchdelta.program.examples import (
+    FAR,
+    NEAR,
     are_shared,
     can_be_resized,
     can_vary,
+    has_numbers,
     input_leaves,
     redraw,
-    resize,
+    resize_alike,
     resize_symbols,
 )
 from torchdelta.program.programs import Program
@@ -35,68 +39,86 @@ ATTEMPTS = 20
 
 
 def extend(baseline: Baseline, transform: Transform, notes: list[str]) -> Baseline:
-    """Return the baseline with one more iteration on other inputs, if the transform is meant for them, and add a note.
+    """Return the baseline with further iterations on other inputs, if the transform is meant for them, and add notes.
 
-    It is a new baseline without runs, which shares the notes and the seconds; the note says what is other about the
-    inputs. They are the first of up to `ATTEMPTS` that the program accepts, with finite outputs if those of its own
-    inputs are finite. If no other inputs can be made or the program accepts none, the baseline itself is returned, and
-    the note says why. Without a note, it is returned itself if the transform is not meant for other inputs, if the plan
-    has some already, or if the program raises eagerly.
+    It is a new baseline without runs, which shares the notes and the seconds; a note says for each iteration what is
+    other about its inputs. There is one for other values, and two for other sizes: neighbouring ones, and about twice
+    as large ones, of which halves and quarters are others too. The inputs are the first of up to `ATTEMPTS` that the
+    program accepts, with finite outputs if those of its own inputs are finite. If no other inputs can be made or the
+    program accepts none, the baseline itself is returned, and a note says why. Without a note, it is returned itself if
+    the transform is not meant for other inputs, if the plan has some already, or if the program raises eagerly.
     """
     kind = transform.traits.other_inputs
     if kind is None or baseline.plan.further:
         return baseline
-    what = "other sizes" if kind is OtherInputs.SIZES else "other values"
+    kinds = ("other sizes", "sizes at least twice as large") if kind is OtherInputs.SIZES else ("other values",)
     try:
         tries = _tries(baseline, transform)
     except (TorchDeltaError, NotApplicable) as error:
-        notes.append(f"the candidate was not asked about {what}: {error}")
+        notes.append(f"the candidate was not asked about {kinds[0]}: {error}")
         return baseline
     program = baseline.program
     if (expected := _forward(baseline, program)) is None:
         return baseline  # the check itself will say that the program fails
-    for other in itertools.islice(tries, ATTEMPTS):
+    accepted: list[Program] = []
+    for what, programs in zip(kinds, tries, strict=True):
+        other = _first_accepted(baseline, programs, is_finite=_is_finite(expected))
+        if other is None:
+            notes.append(f"the candidate was not asked about {what}: the program accepts none that were drawn")
+            break  # one that refuses neighbouring sizes refuses larger ones
+        if all(_sizes(other) != _sizes(each) for each in accepted) or kind is OtherInputs.VALUES:
+            notes.append(f"iterations[{baseline.plan.iterations + len(accepted)}] has {_told(program, other)}")
+            accepted.append(other)
+    if not accepted:
+        return baseline
+    further = (*baseline.plan.further, *((other.args, dict(other.kwargs)) for other in accepted))
+    return Baseline(
+        program=program,
+        plan=replace(baseline.plan, further=further, cotangent_dtypes=None),
+        deterministic=baseline.deterministic,
+        anomaly=baseline.anomaly,
+        progress=baseline.progress,
+        notes=baseline.notes,
+        seconds=baseline.seconds,
+    )
+
+
+def _first_accepted(baseline: Baseline, programs: Iterator[Program], *, is_finite: bool) -> Program | None:
+    """Return the first of up to `ATTEMPTS` programs that accepts its inputs, or None if none does.
+
+    With `is_finite`, its outputs have to be finite.
+    """
+    for other in itertools.islice(programs, ATTEMPTS):
         outputs = _forward(baseline, other)
-        if outputs is not None and _is_finite(outputs) >= _is_finite(expected):
-            notes.append(f"iterations[{baseline.plan.iterations}] has {_told(program, other)}")
-            further = (*baseline.plan.further, (other.args, dict(other.kwargs)))
-            plan = replace(baseline.plan, further=further, cotangent_dtypes=None)
-            return Baseline(
-                program=program,
-                plan=plan,
-                deterministic=baseline.deterministic,
-                anomaly=baseline.anomaly,
-                progress=baseline.progress,
-                notes=baseline.notes,
-                seconds=baseline.seconds,
-            )
-    notes.append(f"the candidate was not asked about {what}: the program accepts none that were drawn")
-    return baseline
+        if outputs is not None and _is_finite(outputs) >= is_finite:
+            return other
+    return None
 
 
 class NotApplicable(Exception):
     """There is nothing in the inputs that could be other."""
 
 
-def _tries(baseline: Baseline, transform: Transform) -> Iterator[Program]:
-    """Return programs with other inputs, the best first; there may be any number of them.
+def _tries(baseline: Baseline, transform: Transform) -> list[Iterator[Program]]:
+    """Return for each further iteration programs with other inputs, the best first; there may be any number of them.
 
-    NotApplicable if no input can be other: it has no elements, no size above 1, or no size that the result leaves open.
+    NotApplicable if no input can be other: it has no elements, no size or whole number above 1, or no size that the
+    result leaves open.
     """
     program, seed = baseline.program, baseline.plan.seed + 1
     apart = _with_own_memory(program)
     if transform.traits.other_inputs is OtherInputs.VALUES:
         if not can_vary(program):
             raise NotApplicable("it has no input with elements")
-        return _redraws(apart, seed)
-    if not can_be_resized(program):
+        return [_redraws(apart, seed)]
+    if not can_be_resized(program) and not has_numbers(program):
         raise NotApplicable("no input has a size above 1")
     symbols = transform.open_sizes(Side.copied_from(apart))
     if symbols is None:
-        return itertools.chain.from_iterable(itertools.islice(resize(apart, seed=seed), 1))
+        return [resize_alike(apart, growths, seed=seed) for growths in (NEAR, FAR)]
     if not any(any(axes) for axes in symbols.values()):
         raise NotApplicable("no size of its inputs is dynamic")
-    return resize_symbols(apart, symbols, seed=seed)
+    return [resize_symbols(apart, symbols, growths, seed=seed) for growths in (NEAR, FAR)]
 
 
 def _redraws(program: Program, seed: int) -> Iterator[Program]:
@@ -148,16 +170,17 @@ def _is_finite(outputs: list[torch.Tensor]) -> bool:
 
 
 def _told(program: Program, other: Program) -> str:
-    """Return in words which inputs have other shapes, up to three of them, or else that they have other values."""
-    before, after = _shapes(program), _shapes(other)
-    changed = [f"{path} {list(before[path])} → {list(after[path])}" for path in before if before[path] != after[path]]
+    """Return in words which inputs have other sizes or numbers, up to three, or else that they have other values."""
+    before, after = _sizes(program), _sizes(other)
+    changed = [f"{path} {before[path]} → {after[path]}" for path in before if before[path] != after[path]]
     if changed:
         return f"other sizes: {', '.join(changed[:3])}" + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
     is_apart = _with_own_memory(program) is not program
     return "other values" + (", and none of its inputs shares memory with another" if is_apart else "")
 
 
-def _shapes(program: Program) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the input tensors by path."""
+def _sizes(program: Program) -> dict[str, list[int] | int]:
+    """Return the shapes of the input tensors, and the whole numbers among the inputs, by path."""
     leaves = input_leaves(program).items()
-    return {path: tuple(leaf.shape) for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
+    shapes = {path: list(leaf.shape) for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
+    return {**shapes, **{path: leaf for path, leaf in leaves if type(leaf) is int}}

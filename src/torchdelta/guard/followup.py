@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torchdelta.errors import TorchDeltaError
+from torchdelta.program.recordings import trust_flags
 from torchdelta.records.codec import read_report
 from torchdelta.records.guard import GuardedGraphRecord
 from torchdelta.records.location import Location
-from torchdelta.records.recording import trust_flags
 from torchdelta.records.trust import workplace
 
 LOCATION = "location.json"

@@ -49,7 +49,7 @@ from torchdelta.records.case import CheckOptions
 from torchdelta.records.codec import write_report
 from torchdelta.records.failure import Failure
 from torchdelta.records.guard import GuardedGraphRecord
-from torchdelta.records.recording import AutocastSetting, Recording, trust_flags
+from torchdelta.records.recording import AutocastSetting, Recording
 from torchdelta.records.report import Report, Stage, evidence_of, reason_of
 from torchdelta.records.verdict import Verdict
 from torchdelta.transforms.wrappers import PrecompiledTransform
@@ -453,7 +453,7 @@ def _evidence(record: GuardedGraphRecord, report: Report) -> str:
         lines.append(f"  first wrong: {record.culprit.op} ({record.culprit.node}) at {record.culprit.source_line}")
     if record.directory is not None:
         words = ["torchdelta", "diagnose", record.directory, "-o", f"{record.directory}/diagnosis"]
-        command = shlex.join([*words, *trust_flags(record.directory)])
+        command = shlex.join([*words, *recordings.trust_flags(record.directory)])
         lines.append(f"  recorded: `{command}` makes it small")
     return "\n".join(lines)
 

@@ -23,6 +23,7 @@ from torchdelta.records.case import SearchLimits
 from torchdelta.records.failure import Signature
 from torchdelta.records.report import Culprit
 from torchdelta.records.signatures import MOST
+from torchdelta.records.verdict import Verdict
 
 TRIALS = 8
 """How often a failure that did not come again is asked for, to estimate its rate."""
@@ -85,7 +86,8 @@ class Preflight:
         are expected, up to `TRIALS - 1` more rounds follow. If the case has the semantic question, an extra first round
         leaves it out and ignores small errors, which may be a loss of accuracy. NothingToMinify also if no graph runs
         eagerly or no query is left. Afterwards the case of `ask` has only the stages that the failure needs, and the
-        semantic question only if it was asked in that round.
+        semantic question only if it was asked in that round. If all answers are inconclusive for one reason, the
+        message of NothingToMinify has it.
         """
         case = self.ask.case
         others: list[tuple[int, FailingGraph]] = []
@@ -96,12 +98,14 @@ class Preflight:
         for is_semantic in [*questions, *questions[-1:] * (TRIALS - 1 if self.expected else 0)]:
             self.ask.case = replace(case, semantic=is_semantic)
             rejected: list[str] = []
+            doubts: list[str] = []
             for place, subject in enumerate((*subjects, *self.alternatives)):
                 self._require_budget()
                 number = place % len(subjects) + 1
                 self.tell(Progress(nodes=subject.size, queries=0, doing=f"graph {number} of {len(subjects)}"))
                 answer = self._asked(subject)
                 rejected += [answer.rejected] if answer.rejected else []
+                doubts.append(_doubt_of(answer))
                 meant = [signature for signature in answer.signatures if self.limits.is_meant(signature)]
                 unmeant += [signature for signature in answer.signatures if signature not in meant]
                 if is_semantic != questions[-1]:
@@ -123,9 +127,11 @@ class Preflight:
                 return self._chosen(number, subjects, failing)
         if unmeant:
             raise NothingToMinify(f"{self.limits.match!r} matches none of the failures: {'; '.join(map(str, unmeant))}")
+        # such as that the pass changed nothing
+        why = f": {doubts[0]}" if len(set(doubts)) == 1 and doubts[0] else ""
         raise NothingToMinify(
             f"{self.program}: none of the {len(subjects)} graphs that it is made of fails by itself, so there is "
-            "nothing to make smaller"
+            f"nothing to make smaller{why}"
         )
 
     @property
@@ -216,6 +222,13 @@ class Preflight:
             return answer
 
         return ask_again
+
+
+def _doubt_of(answer: Answer) -> str:
+    """Return the reason for which an answer is inconclusive, or an empty text if it is not or has none."""
+    if answer.report is None or answer.report.verdict is not Verdict.INCONCLUSIVE:
+        return ""
+    return next((stage.reason for stage in answer.report.stages if stage.reason), "")
 
 
 def _may_be_accuracy(signature: Signature) -> bool:

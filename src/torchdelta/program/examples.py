@@ -45,6 +45,14 @@ def redraw(program: Program, *, seed: int) -> Iterator[Program]:
             yield _with(program, drawn)
 
 
+Growth = Callable[[int], int]
+"""Returns another size, given a size."""
+NEAR: Sequence[Growth] = (lambda size: size + 1, lambda size: 2 * size, lambda size: size - 1)
+"""Growths to a neighbouring size, the best first; later ones are for programs that refuse it."""
+FAR: Sequence[Growth] = (lambda size: 2 * size + 1, lambda size: 4 * size, lambda size: 3 * size)
+"""Growths to a size of which the half, the third and the quarter are others too, the best first."""
+
+
 def resize(program: Program, *, seed: int) -> Iterator[Iterator[Program]]:
     """Yield two kinds of resized programs, each as an iterator of tries of which one is enough.
 
@@ -54,16 +62,31 @@ def resize(program: Program, *, seed: int) -> Iterator[Iterator[Program]]:
     """
     inputs = _inputs(program)
     if not are_shared(program):
-        yield _tries(program, _equal_changes(_sizes(inputs)), seed)
+        yield _tries(program, _equal_changes(_sizes(inputs), NEAR[:2]), seed)
         may_differ = not any(isinstance(leaf, torch.Tensor) and _is_integer(leaf) for leaf in tree_leaves(inputs))
         yield _tries(program, [*([_grow_apart] if may_differ else []), lambda size, _: 3 * size + 2], seed)
 
 
-def resize_symbols(program: Program, symbols: Mapping[str, Sequence[Size | None]], *, seed: int) -> Iterator[Program]:
+def resize_alike(program: Program, growths: Sequence[Growth], *, seed: int) -> Iterator[Program]:
+    """Yield programs in which sizes, and whole numbers among the inputs, change by one of the growths.
+
+    Equal ones stay equal. First all change, then each size or number by itself. Where numbers change, the same sizes
+    are tried without that next. Sizes and numbers below 2 stay. A change is skipped if a tensor would grow too large.
+    Nothing is yielded if inputs share memory.
+    """
+    if not are_shared(program):
+        inputs = _inputs(program)
+        sizes = sorted({*_sizes(inputs), *_numbers(inputs)})
+        yield from _tries(program, _equal_changes(sizes, growths), seed, with_numbers=True)
+
+
+def resize_symbols(
+    program: Program, symbols: Mapping[str, Sequence[Size | None]], growths: Sequence[Growth], *, seed: int
+) -> Iterator[Program]:
     """Yield programs in which sizes with a symbol change, all sizes of one symbol alike; all other sizes stay.
 
-    `symbols` has for each input tensor, by its path, the symbol of each axis, or None if its size is fixed. Sizes grow
-    by one, double and shrink by one, first for all symbols at once and then for each alone, within the bounds of the
+    `symbols` has for each input tensor, by its path, the symbol of each axis, or None if its size is fixed. Sizes
+    change by one of the growths, first for all symbols at once and then for each alone, within the bounds of the
     symbol. Sizes 0 and 1 stay. Each change is yielded twice, or skipped if a tensor would grow too large (`_tries`).
     """
     inputs = _inputs(program)
@@ -77,14 +100,13 @@ def resize_symbols(program: Program, symbols: Mapping[str, Sequence[Size | None]
         if size > 1
     ]
 
-    def change(names: Collection[str], by: Callable[[int], int], size: int, place: int) -> int:
+    def change(names: Collection[str], by: Growth, size: int, place: int) -> int:
         symbol = places[place]
         if symbol is None or symbol.name not in names:
             return size
         return min(max(by(size), symbol.least), symbol.most)
 
     choices = [tuple(known), *((name,) for name in known if len(known) > 1)]
-    growths: list[Callable[[int], int]] = [lambda size: size + 1, lambda size: 2 * size, lambda size: size - 1]
     yield from _tries(program, [functools.partial(change, names, by) for names in choices for by in growths], seed)
 
 
@@ -111,6 +133,11 @@ def can_be_resized(program: Program) -> bool:
     return bool(_sizes(_inputs(program)))
 
 
+def has_numbers(program: Program) -> bool:
+    """Tell whether any input is a whole number above 1, which a compiler may leave open like a size."""
+    return bool(_numbers(_inputs(program)))
+
+
 def can_vary(program: Program) -> bool:
     """Tell whether any input is a tensor with elements, which a trace could depend on."""
     return any(leaf.numel() for leaf in tree_leaves(_inputs(program)) if isinstance(leaf, torch.Tensor))
@@ -120,20 +147,25 @@ Change = Callable[[int, int], int]
 """Returns another size, given a size and its place among all axes of all inputs."""
 
 
-def _equal_changes(sizes: list[int]) -> Iterator[Change]:
+def _equal_changes(sizes: list[int], growths: Sequence[Growth]) -> Iterator[Change]:
     """Yield functions from a size to another size, under which equal sizes stay equal; `sizes` are those of the inputs.
 
-    The first two add one to all sizes, and double them. If there are several sizes, the others do both to one size at a
-    time.
+    The first ones change all sizes by each of the growths. If there are several sizes, the others do so for one size at
+    a time.
     """
-    yield lambda size, _: size + 1
-    yield lambda size, _: 2 * size
+    for by in growths:
+        yield functools.partial(_change_all, by)
     for chosen in sizes if len(sizes) > 1 else ():
-        yield functools.partial(_change_one, chosen, lambda size: size + 1)
-        yield functools.partial(_change_one, chosen, lambda size: 2 * size)
+        for by in growths:
+            yield functools.partial(_change_one, chosen, by)
 
 
-def _change_one(chosen: int, change: Callable[[int], int], size: int, _: int) -> int:
+def _change_all(change: Growth, size: int, _: int) -> int:
+    """Return the changed size."""
+    return change(size)
+
+
+def _change_one(chosen: int, change: Growth, size: int, _: int) -> int:
     """Return the changed size if it is the chosen one, and any other size itself."""
     return change(size) if size == chosen else size
 
@@ -143,11 +175,12 @@ def _grow_apart(size: int, place: int) -> int:
     return 3 * size + 2 + place
 
 
-def _tries(program: Program, changes: Iterable[Change], seed: int) -> Iterator[Program]:
+def _tries(program: Program, changes: Iterable[Change], seed: int, *, with_numbers: bool = False) -> Iterator[Program]:
     """Yield the program twice for each change of its sizes: first with new values, then with repeated old ones.
 
     A change is skipped if a tensor would grow too large (`MOST_ELEMENTS`). A tensor that is passed twice stays one
-    tensor.
+    tensor. `with_numbers`, the change is also made to whole numbers above 1 among the inputs, if there are any, and
+    then yielded again without that.
     """
     inputs = _inputs(program)
     for change in changes:
@@ -160,9 +193,22 @@ def _tries(program: Program, changes: Iterable[Change], seed: int) -> Iterator[P
                 grown[id(leaf)] = _grown(leaf, change, place)
                 place += sum(size > 1 for size in leaf.shape) if tensors.has_own_buffer(leaf) else 0
         else:
-            larger = tree_map_only(torch.Tensor, _replace_by(grown), inputs)
-            for nearness in (0, ATTEMPTS):
-                yield _with(program, _draw(program, larger, seed, nearness=nearness))
+            resized = tree_map_only(torch.Tensor, _replace_by(grown), inputs)
+            numbered = tree_map_only(int, _changed_number(change), resized) if with_numbers else resized
+            is_same = _numbers(numbered) == _numbers(resized)
+            for larger in (resized,) if is_same else (numbered, resized):
+                for nearness in (0, ATTEMPTS):
+                    yield _with(program, _draw(program, larger, seed, nearness=nearness))
+
+
+def _changed_number(change: Change) -> Callable[[int], int]:
+    """Return a function that changes whole numbers above 1; truth values stay."""
+    return lambda value: change(value, 0) if type(value) is int and value > 1 else value
+
+
+def _numbers(inputs: Any) -> list[int]:
+    """Return the whole numbers above 1 among the inputs, in order."""
+    return [leaf for leaf in tree_leaves(inputs) if type(leaf) is int and leaf > 1]
 
 
 def _replace_by(tensors_by_id: Mapping[int, torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -46,7 +46,7 @@ def import_program(spec: str) -> None:
     if recording is None:
         load_callable(spec, what="program factory")
     else:
-        recordings.make_ready(recording)
+        recordings.make_ready(recording, spec)
 
 
 def import_place(place: str) -> None:
@@ -60,7 +60,7 @@ def import_place(place: str) -> None:
     if recording is None:
         load_module(place, what="operators")
     else:
-        recordings.make_ready(recording)
+        recordings.make_ready(recording, place)
 
 
 def _describe(value: object) -> str:

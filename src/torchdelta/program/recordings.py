@@ -28,8 +28,15 @@ from torchdelta._torch.operators import lookup
 from torchdelta.errors import ProgramError, ReportUnreadable, UsageError
 from torchdelta.program.copies import is_installed_module
 from torchdelta.program.programs import Program, load_module
-from torchdelta.records.recording import RECORDING, AutocastSetting, Recording, read_recording, write_recording
-from torchdelta.records.trust import require_harmless, require_trusted, trusted_directories
+from torchdelta.records.recording import (
+    RECORDING,
+    AutocastSetting,
+    Recording,
+    places_of_code,
+    read_recording,
+    write_recording,
+)
+from torchdelta.records.trust import is_trusted, require_trusted, untrusted_folders
 from torchdelta.storage.graphs import (
     modules_named,
     read_graph,
@@ -146,7 +153,7 @@ def read(directory: str | os.PathLike[str]) -> tuple[Program, Recording]:
     recording = read_recording(place)
     if not (place / GRAPH).exists():
         raise ProgramError(f"{place} has no graph that could be run{_explain_lacks(recording)}")
-    allow = make_ready(recording)
+    allow = make_ready(recording, place)
     try:
         graph = graphs.flatten_signature(read_graph(place / GRAPH, allow=allow))
         values = read_values(place / INPUTS, allow=allow)
@@ -168,23 +175,20 @@ def make_findable(recording: Recording) -> None:
 
     Folders that are in `sys.path` already stay where they are.
     """
-    trusted = trusted_directories()
-    folders = [
-        folder for folder in recording.path if any(Path(folder).resolve().is_relative_to(one) for one in trusted)
-    ]
+    folders = [folder for folder in recording.path if is_trusted(folder)]
     sys.path[:0] = [folder for folder in folders if folder not in sys.path]
 
 
-def make_ready(recording: Recording) -> tuple[str, ...]:
+def make_ready(recording: Recording, directory: str | os.PathLike[str]) -> tuple[str, ...]:
     """Import the modules that a recorded graph needs, apply its compiler settings, and return the modules' names.
 
     The folders of its modules that the user trusts are put first in `sys.path`. All of it lasts for the rest of the
-    process. Raise UsageError if a module is neither installed nor trusted or a setting names a program or path, and
-    ProgramError if a module does not import or a setting cannot be set.
+    process. `directory` is that of the recording. Raise UsageError if a module is neither installed nor trusted, or as
+    `require_harmless` does, and ProgramError if a module does not import or a setting is unknown.
     """
     for place in recording.imports:
         require_trusted(place, recording.path, named_by=f"the recording of {recording.name}")
-    require_harmless(recording.settings, named_by=f"the recording of {recording.name}")
+    require_harmless(recording, directory)
     make_findable(recording)
     names = tuple(load_module(place, what="recorded graph").__name__ for place in recording.imports)
     try:
@@ -192,6 +196,47 @@ def make_ready(recording: Recording) -> tuple[str, ...]:
     except (LookupError, AssertionError, TypeError, ValueError) as error:
         raise ProgramError(f"{recording.name} was recorded under settings that cannot be set here: {error}") from error
     return names
+
+
+def require_harmless(recording: Recording, directory: str | os.PathLike[str]) -> None:
+    """Raise UsageError if a setting of the compiler is not harmless, or has the wrong type.
+
+    These are the recording's settings, and those among the options of its transform. What is not harmless may be set if
+    the user trusts `directory`, that of the recording; a wrong type is always refused. Settings that this torch does
+    not have are not looked at.
+    """
+    file = Path(directory) / RECORDING
+    for name, value in _settings_of(recording):
+        if settings.has_wrong_type(name, value):
+            raise UsageError(f"{file} sets {name} to {value!r}, which is not of the setting's type: correct it")
+        if not settings.is_harmless(name, value) and not is_trusted(directory):
+            raise UsageError(
+                f"{file} sets {name} to {value!r}, and only known values of a setting are harmless: this one may make "
+                "the compiler start a program, or write somewhere. Read the file, and if you trust it, add --trust "
+                f"{Path(directory).resolve()}"
+            )
+
+
+def trust_flags(directory: str | os.PathLike[str]) -> list[str]:
+    """Return the flags `--trust FOLDER` for all that a recording names and that is not harmless.
+
+    That is code that is not installed, and the directory itself if a setting needs it. Folders that are trusted already
+    have a flag too. The list is empty if the recording cannot be read.
+    """
+    try:
+        recording = read_recording(directory)
+    except ReportUnreadable:
+        return []
+    folders = untrusted_folders(places_of_code(recording), recording.path)
+    if not all(settings.is_harmless(name, value) for name, value in _settings_of(recording)):
+        folders.append(str(Path(directory).resolve()))
+    return [text for folder in folders for text in ("--trust", folder)]
+
+
+def _settings_of(recording: Recording) -> list[tuple[str, Any]]:
+    """Return the settings of a recording that this torch has, with those among its options, by their full names."""
+    every = (*recording.settings.items(), *settings.settings_among(recording.options).items())
+    return [(name, value) for name, value in every if settings.is_known(name)]
 
 
 @dataclass(kw_only=True)

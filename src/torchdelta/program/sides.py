@@ -42,6 +42,8 @@ class Side:
     """The callable that holds the state; `call` may be a wrapper of it."""
     names: Mapping[str, str] | None = None
     """The name of each state tensor in this side by its name in the owner, or None if the names are the same."""
+    carried: frozenset[str] = frozenset()
+    """With `names`, the paths of the submodules that the owner has as they are in the program, under the same paths."""
     start: Side | None = None
     """Another implementation as it was before any run, or None if this side is a copy of the program."""
 
@@ -94,9 +96,24 @@ class Side:
     def reach(self) -> UnregisteredState:
         """Return the owner's unregistered state as it is now.
 
-        With `names` return an empty one, because they name only registered state.
+        With `names`, which name only registered state, return the leaves of the `carried` submodules alone.
         """
-        return UnregisteredState() if self.names is not None else reached_by(self.owner, registered_in(self.state))
+        registered = registered_in(self.state)
+        if self.names is None:
+            return reached_by(self.owner, registered)
+        owned = dict(self.owner.named_modules()) if isinstance(self.owner, torch.nn.Module) else {}
+        return UnregisteredState(
+            {
+                path.replace(_ATTRIBUTE, f"{_ATTRIBUTE}{name}.", 1): leaf
+                for name in sorted(self.carried & owned.keys())
+                for path, leaf in reached_by(owned[name], registered).leaves.items()
+                if path.startswith(_ATTRIBUTE)
+            }
+        )
+
+
+_ATTRIBUTE = "attributes['"
+"""The path of an attribute begins with this, and goes on with the path of its module."""
 
 
 def registered_in(state: State) -> dict[str, torch.Tensor]:

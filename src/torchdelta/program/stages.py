@@ -173,8 +173,8 @@ class _Observer:
         self.loss = copy_together(plan.loss, name="the loss", convert=convert) if plan.loss else None
         self.start = side.start or original
         self.original_tensors = _tensors_in({**_inputs(original), **_registered(self.start)})
-        # a side whose state has names of its own has no unregistered state
-        unregistered = self.start.unrun.leaves if side.names is None else {}
+        # a side whose state has names of its own has other unregistered state than the original
+        unregistered = self.start.unrun.leaves if side.names is None or side.start is not None else {}
         self.original_unregistered = {**_plain_leaves(_inputs(original)), **unregistered}
         self.given = original.args, original.kwargs
         """The user's inputs, or the last random ones, as they were before a call: steps take copies of them."""

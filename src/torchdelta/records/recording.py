@@ -17,7 +17,7 @@ from torchdelta.records.case import Case, CheckOptions
 from torchdelta.records.codec import decode, encode
 from torchdelta.records.comparison import Scalar
 from torchdelta.records.strict_json import FileFormat
-from torchdelta.records.trust import require_trusted, untrusted_folders
+from torchdelta.records.trust import require_trusted
 
 RECORDING = "recording.json"
 RECORDING_VERSION = 1
@@ -108,18 +108,10 @@ def read_recording(directory: str | os.PathLike[str]) -> Recording:
         raise ReportUnreadable(f"{path}: {error}; record the graph again") from error
 
 
-def trust_flags(directory: str | os.PathLike[str]) -> list[str]:
-    """Return the flags `--trust FOLDER` for all code that a recording names and that is not installed.
-
-    Folders that are trusted already have a flag too. The list is empty if the recording cannot be read.
-    """
-    try:
-        recording = read_recording(directory)
-    except ReportUnreadable:
-        return []
+def places_of_code(recording: Recording) -> list[str]:
+    """Return the files and modules that a recording imports code from."""
     transform = _code_of(recording.transform or "")
-    places = (*recording.imports, *([transform] if transform else []), *_code_in(recording.options))
-    return [text for folder in untrusted_folders(places, recording.path) for text in ("--trust", folder)]
+    return [*recording.imports, *([transform] if transform else []), *_code_in(recording.options)]
 
 
 def _code_of(transform: str) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from importlib import metadata
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -48,7 +48,7 @@ def require_trusted(place: str, folders: Iterable[str], *, named_by: str) -> Non
     origin = _origin_of(place, folders)
     if origin is not None and _is_installed(place, origin):
         return
-    if origin is not None and any(origin.is_relative_to(directory) for directory in trusted_directories()):
+    if origin is not None and is_trusted(origin):
         return
     if origin is None and not place.endswith(".py"):
         top = place.partition(".")[0]
@@ -62,19 +62,10 @@ def require_trusted(place: str, folders: Iterable[str], *, named_by: str) -> Non
     )
 
 
-def require_harmless(settings: Mapping[str, object], *, named_by: str) -> None:
-    """Raise UsageError if a setting of the compiler, by its full name, names a program or a path.
-
-    That is so if its name has `cxx` in it, or if its value is a text, or a list with a text, that has a path separator.
-    `named_by` is the recording that has the settings, for the message.
-    """
-    for name, value in settings.items():
-        texts = [each for each in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(each, str)]
-        if "cxx" in name or any(os.sep in text for text in texts):
-            raise UsageError(
-                f"{named_by} sets {name} to {value!r}, and a recording may not name a program or a path: set it in a "
-                "program of your own"
-            )
+def is_trusted(place: str | os.PathLike[str]) -> bool:
+    """Tell whether a file or a directory is one that the user trusts, or lies below one."""
+    resolved = Path(place).resolve()
+    return any(resolved.is_relative_to(directory) for directory in trusted_directories())
 
 
 def untrusted_folders(places: Iterable[str], folders: Iterable[str]) -> list[str]:

@@ -6,6 +6,7 @@ Other transforms start from an exported program too, through `export_side`.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -148,6 +149,26 @@ class Exports:
         return module, replace(side, call=module, owner=module, names=exported.names)
 
 
+def _module_of(call: Callable[..., Any]) -> _FunctionModule:
+    """Return a function as a module whose `forward` has the function's own signature, if it has one that can be read.
+
+    Export names inputs and their sizes by that signature.
+    """
+    try:
+        parameters = list(inspect.signature(call).parameters.values())
+    except (TypeError, ValueError):  # builtins and C++ functions have no signature
+        return _FunctionModule(call)
+
+    def forward(module: _FunctionModule, /, *args: Any, **kwargs: Any) -> Any:
+        return _FunctionModule.forward(module, *args, **kwargs)
+
+    own = inspect.Parameter("module", inspect.Parameter.POSITIONAL_ONLY)
+    if any(each.name == own.name for each in parameters):
+        own = own.replace(name="_".join(each.name for each in parameters) + "_")
+    forward.__signature__ = inspect.Signature([own, *parameters])  # type: ignore[attr-defined]
+    return type("_FunctionModule", (_FunctionModule,), {"forward": forward})(call)  # type: ignore[no-any-return]
+
+
 class _FunctionModule(torch.nn.Module):
     """A function as a module, in which the modules and tensors that it refers to are registered.
 
@@ -223,5 +244,5 @@ def _as_module(side: Side) -> tuple[torch.nn.Module, dict[str, str]]:
     state = side.state
     if isinstance(side.call, torch.nn.Module):
         return side.call, {name: name for name in (*state.parameters, *state.buffers)}
-    module = _FunctionModule(side.call)
+    module = _module_of(side.call)
     return module, module.names

@@ -202,7 +202,10 @@ def _trace_side(side: Side) -> tuple[GraphModule, Side]:
         raise UsageError(
             f"torch.fx.symbolic_trace cannot trace the program ({type(error).__name__}: {words}): {other}"
         ) from error
-    return module, replace(side, call=module, owner=module, names=_keep_unused(side.state, module))
+    names = _keep_unused(side.state, module)
+    # a module that the graph calls is the program's own, and keeps what its hooks and its forward store in it
+    carried = frozenset(str(node.target) for node in module.graph.nodes if node.op == "call_module")
+    return module, replace(side, call=module, owner=module, names=names, carried=carried)
 
 
 def _keep_unused(state: State, module: GraphModule) -> dict[str, str]:

@@ -15,7 +15,7 @@ from torchdelta._torch.graphs import graphs
 
 Pass = Callable[..., Any]
 
-_GRAPH_NAMES = ("graph", "g", "fx_graph")
+_GRAPH_NAME = "graph"
 _INPUT_NAMES = ("example_inputs", "inputs", "args", "example_args")
 
 
@@ -58,10 +58,10 @@ def wanted_by(each: Pass) -> tuple[bool, bool]:
 def _wants_graph(parameter: inspect.Parameter, *, is_alone: bool) -> bool:
     """Tell whether a parameter is a `Graph` and not a `GraphModule`, by its annotation.
 
-    Without an annotation it is one if its name is in `_GRAPH_NAMES` and `is_alone` says that the pass takes no inputs.
+    Without an annotation it is one if its name is `_GRAPH_NAME` and `is_alone` says that the pass takes no inputs.
     """
     annotation = parameter.annotation
     if annotation is inspect.Parameter.empty:
-        return is_alone and parameter.name in _GRAPH_NAMES
+        return is_alone and parameter.name == _GRAPH_NAME
     words = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
     return "GraphModule" not in words and "Graph" in words
