@@ -32,6 +32,7 @@ from torchdelta._torch.graphs.nodes import may_write, returns_what_it_writes, wr
 from torchdelta._torch.process import runtime
 from torchdelta.nodewise.local import LocalJudge, NodeJudgement, inherited_from
 from torchdelta.nodewise.matching import Alignment
+from torchdelta.nodewise.narrowing import Narrowing, narrow
 from torchdelta.nodewise.regions import (
     Region,
     call_node,
@@ -68,6 +69,8 @@ class Lockstep:
     """The exception of a node that raised; the nodes before it were judged."""
     failed_at: str = ""
     notes: list[str] = field(default_factory=list)
+    narrowings: dict[Node, Narrowing] = field(default_factory=dict)
+    """The parts of each pair that is wrong, by the candidate's node, if nodes are excluded."""
     _lowered: dict[Node, torch.dtype] = field(default_factory=dict)
     _right: set[Node] = field(default_factory=set)
     """The reference's nodes whose own pair was judged and is right."""
@@ -78,7 +81,8 @@ class Lockstep:
 
         Inputs, the nodes of the alignment and inserted nodes (`inserted_nodes`) are matched, but not nodes of nested
         graphs. Nodes in `excluded`, and two nodes that are not the same output of their operators (`is_same_output`),
-        are left out.
+        are left out. An excluded node that both graphs return at the same place is matched with the reference's there,
+        because no work can be moved behind an output.
         """
         ours = {node.name: node for node in self.reference.graph.nodes}
         theirs = {node.name: node for node in self.candidate.graph.nodes}
@@ -88,11 +92,14 @@ class Lockstep:
             if match.reference in ours and match.candidate in theirs
         }
         partners |= inserted_nodes(partners)
-        return {
+        matched = {
             node: partner
             for node, partner in partners.items()
             if node not in self.excluded and is_same_output(partner, node, partners)
         }
+        returned = (_returned_values(side.graph.output_node()) for side in (self.candidate, self.reference))
+        outputs = {node: partner for node, partner in zip(*returned, strict=False) if node in self.excluded}
+        return {**matched, **{node: partner for node, partner in outputs.items() if isinstance(partner, Node)}}
 
     @cached_property
     def pairs(self) -> dict[Node, RegionPair]:
@@ -304,6 +311,8 @@ class Lockstep:
             culprit = trial.blame(lambda edges: not is_wrong(trial.judge_values(reference, edges)))
             # a node that is right by itself is not to blame: its reader reads something else
             culprit = pair.reference.result if culprit in self._right else culprit
+            if self.excluded:
+                self.narrowings[pair.candidate.result] = narrow(trial, reference)
         elif is_wrong(written):
             culprit = pair.reference.result
         elif pair.reference.result in self.trained and _is_parameter(reference) and not _is_parameter(local):

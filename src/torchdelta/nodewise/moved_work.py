@@ -6,8 +6,9 @@ together are right. Judged one by one both would be blamed:
     reference   mul(x, 0.5) → matmul → tanh         candidate   matmul(x) → mul(…, 0.5) → tanh
 
 So both graphs run once more without the pairs that are wrong. The pairs behind them are then judged with all the work
-before them: `tanh` from `x`. A wrong pair that no such judgement finds wrong has moved its work, and is marked so. If
-they still find it wrong, the pairs behind it are left out too, up to `ROUNDS` times.
+before them: `tanh` from `x`. A wrong pair that no such judgement finds wrong has moved its work, and is marked so. A
+judgement that still finds something wrong is narrowed to the part that is (`narrowing`): a fault next to moved work
+does not make that wrong. If its part ends in the judged node, that is left out too, up to `ROUNDS` times.
 
 Wrong pairs that remain and belong to one rewrite have one culprit, with all of them as its region. Start with
 `mark_moved_work`.
@@ -16,7 +17,7 @@ Wrong pairs that remain and belong to one rewrite have one culprit, with all of 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 
 from torch.fx import Node
@@ -37,8 +38,8 @@ def mark_moved_work(first: Lockstep, judgements: Sequence[NodeJudgement], rerun:
 
     `first` is the run that gave the judgements, and `rerun` runs the graphs without some pairs. `rerun` is called up to
     `ROUNDS` times. If no pair is wrong (`_is_wrong_pair`), it is not called and the judgements are returned unchanged.
-    The work of a wrong pair was moved if one of the reruns finds nothing wrong with it, and it has company in the last
-    (`_has_company`). A rerun that fails proves nothing, and is the last.
+    The work of a wrong pair was moved if it is not in the wrong part of any judgement of one of the reruns, and it has
+    company in the last (`_has_company`). A rerun that fails proves nothing, and is the last.
     """
     wrong = {each.candidate: each for each in judgements if _is_wrong_pair(each, first)}
     if not wrong:
@@ -50,8 +51,9 @@ def mark_moved_work(first: Lockstep, judgements: Sequence[NodeJudgement], rerun:
         if lockstep.failure is not None:
             break
         still_wrong = [each for each in again if each.culprit is not None]
-        suspects &= {node for each in still_wrong for node in _judged_nodes(each, lockstep, wrong)}
-        behind = {each.candidate for each in still_wrong} & first.partners.keys()
+        suspects &= {node for each in still_wrong for node in _suspects(each, lockstep, wrong)}
+        behind = {each.candidate for each in still_wrong if each.candidate in _wrong_part(each, lockstep)}
+        behind &= first.partners.keys()
         if not suspects or behind <= dropped:
             break
         dropped |= behind
@@ -71,19 +73,22 @@ def _has_company(
 
     That is another wrong pair, or a node without a partner on either side in the run `first`, except a cast, which
     takes over no work. Without one, the nodes behind the pair only hide its fault, as an `argmax` does, or a cast to a
-    lower precision. `judgements` are those of the run `lockstep`.
+    lower precision. A pair needs no company if its own value is right with the work before it. `judgements` are those
+    of the run `lockstep`.
     """
     others = {each.candidate for each in wrong.values()} | {each.reference for each in wrong.values()}
     matched = {*first.partners, *first.partners.values()}
     own = {node, wrong[node].reference}
     for each in judgements:
-        pair = lockstep.pairs.get(each.candidate)
-        region = {*pair.reference.nodes, *pair.candidate.nodes} if pair else _with_ancestors(each.candidate, lockstep)
-        if own & region and any(
-            other in others or (other not in matched and other.op.startswith("call") and not is_cast(other))
-            for other in region - own
-        ):
+        narrowing = lockstep.narrowings.get(each.candidate)
+        if narrowing and narrowing.equal.get(node) is wrong[node].reference:
             return True
+        for region in narrowing.right if narrowing else (_wrong_part(each, lockstep),):
+            if own & region and any(
+                other in others or (other not in matched and other.op.startswith("call") and not is_cast(other))
+                for other in region - own
+            ):
+                return True
     return False
 
 
@@ -93,17 +98,27 @@ def _is_wrong_pair(judgement: NodeJudgement, lockstep: Lockstep) -> bool:
     return judgement.culprit is not None and is_pair and is_wrong(judgement.local)
 
 
-def _judged_nodes(judgement: NodeJudgement, lockstep: Lockstep, wrong: dict[Node, NodeJudgement]) -> set[Node]:
-    """Return the candidate's nodes of those wrong pairs that have a node in a region of this judgement, on either side.
+def _wrong_part(judgement: NodeJudgement, lockstep: Lockstep) -> Set[Node]:
+    """Return the nodes of both sides that a judgement of a run finds wrong: its region, narrowed if it was (`narrow`).
 
     A judgement of an output or state has no pair of regions. Its region has the candidate's node of the judgement and
-    the unmatched nodes that it depends on. `wrong` has the wrong pairs, by the candidate's node.
+    the unmatched nodes that it depends on.
     """
+    if narrowing := lockstep.narrowings.get(judgement.candidate):
+        return narrowing.wrong
     pair = lockstep.pairs.get(judgement.candidate)
     if pair is None:
-        return {node for node in wrong if node in _with_ancestors(judgement.candidate, lockstep)}
-    ours, theirs = set(pair.reference.nodes), set(pair.candidate.nodes)
-    return {node for node, each in wrong.items() if node in theirs or each.reference in ours}
+        return _with_ancestors(judgement.candidate, lockstep)
+    return {*pair.reference.nodes, *pair.candidate.nodes}
+
+
+def _suspects(judgement: NodeJudgement, lockstep: Lockstep, wrong: dict[Node, NodeJudgement]) -> set[Node]:
+    """Return the candidate's nodes of those wrong pairs that have a node in the wrong part of this judgement's region.
+
+    It is a node of the pair on either side, or the culprit. `wrong` has the wrong pairs, by the candidate's node.
+    """
+    part = _wrong_part(judgement, lockstep)
+    return {node for node, each in wrong.items() if part & {node, each.reference, _culprit(each)}}
 
 
 def _with_ancestors(node: Node, lockstep: Lockstep) -> set[Node]:

@@ -83,6 +83,18 @@ class Trial:
         with runtime.drawing_from(self.draws):
             return self.pair.reference.run(values)
 
+    def candidate_inputs(self, values: Mapping[Node, Any]) -> dict[Node, Any]:
+        """Return the values that the candidate's region reads, by node; `values` are by nodes of the reference.
+
+        They are cast where the candidate has another float dtype on purpose.
+        """
+        return {
+            node: values[self.partners[node]].to(self.lowered[node])
+            if node in self.lowered
+            else values[self.partners[node]]
+            for node in self.pair.candidate.reads
+        }
+
     def judge_values(self, reference: Any, replacements: Replacements) -> tuple[Comparison, ...]:
         """Run the candidate's region with these replacements; return the comparisons of its value with the reference's.
 
@@ -152,14 +164,9 @@ class Trial:
     def _run_candidate(self, values: Mapping[Node, Any], replacements: Replacements) -> Any:
         """Return the value of the candidate's region, run on the reference's values with these replacements.
 
-        `values` are by nodes of the reference. Inputs are cast where the candidate has another float dtype on purpose.
+        `values` are by nodes of the reference.
         """
-        inputs = {
-            node: values[self.partners[node]].to(self.lowered[node])
-            if node in self.lowered
-            else values[self.partners[node]]
-            for node in self.pair.candidate.reads
-        }
+        inputs = self.candidate_inputs(values)
         with runtime.drawing_from(self.draws):
             return self.pair.candidate.run(inputs, {edge: values[node] for edge, node in replacements.items()})
 
