@@ -70,7 +70,7 @@ class Lockstep:
     failed_at: str = ""
     notes: list[str] = field(default_factory=list)
     narrowings: dict[Node, Narrowing] = field(default_factory=dict)
-    """The parts of each pair that is wrong, by the candidate's node, if nodes are excluded."""
+    """The parts of each pair whose value is wrong, by the candidate's node."""
     _lowered: dict[Node, torch.dtype] = field(default_factory=dict)
     _right: set[Node] = field(default_factory=set)
     """The reference's nodes whose own pair was judged and is right."""
@@ -292,8 +292,9 @@ class Lockstep:
         these are right, a constant in the place of a trained parameter is DIVERGED; otherwise gradients are compared if
         an input is trained, the two calls differ, and the regions have the same inputs. The culprit is None if nothing
         is wrong, and then the reference's node is added to `_right`. For a wrong value or gradient it is the node that
-        `Trial.blame` returns, unless that is in `_right`; in all other cases it is the reference's node. `inherited` is
-        only copied into the judgement.
+        `Trial.blame` returns, unless that is in `_right`; in all other cases it is the reference's node. If `narrow`
+        finds the blamed node right, it is the last node of the wrong part instead. `inherited` is only copied into the
+        judgement.
         """
         name = pair.reference.result.name
         values = {node: ours.computed[node] for node in pair.needs if node in ours.computed}
@@ -308,11 +309,12 @@ class Lockstep:
         gradients: tuple[Comparison, ...] = ()
         culprit = None
         if is_wrong(comparisons):
+            narrowing = self.narrowings[pair.candidate.result] = narrow(trial, reference)
             culprit = trial.blame(lambda edges: not is_wrong(trial.judge_values(reference, edges)))
+            if any(culprit in part for part in narrowing.right):
+                culprit = next((node for node in reversed(pair.reference.nodes) if node in narrowing.wrong), culprit)
             # a node that is right by itself is not to blame: its reader reads something else
             culprit = pair.reference.result if culprit in self._right else culprit
-            if self.excluded:
-                self.narrowings[pair.candidate.result] = narrow(trial, reference)
         elif is_wrong(written):
             culprit = pair.reference.result
         elif pair.reference.result in self.trained and _is_parameter(reference) and not _is_parameter(local):

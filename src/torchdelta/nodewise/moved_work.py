@@ -7,8 +7,8 @@ together are right. Judged one by one both would be blamed:
 
 So both graphs run once more without the pairs that are wrong. The pairs behind them are then judged with all the work
 before them: `tanh` from `x`. A wrong pair that no such judgement finds wrong has moved its work, and is marked so. A
-judgement that still finds something wrong is narrowed to the part that is (`narrowing`): a fault next to moved work
-does not make that wrong. If its part ends in the judged node, that is left out too, up to `ROUNDS` times.
+judgement that still finds something wrong is narrowed to the part that is (`narrowing`), because a fault next to moved
+work does not make that wrong. The pairs behind are left out too, up to `ROUNDS` times: work may be moved past them.
 
 Wrong pairs that remain and belong to one rewrite have one culprit, with all of them as its region. Start with
 `mark_moved_work`.
@@ -46,20 +46,34 @@ def mark_moved_work(first: Lockstep, judgements: Sequence[NodeJudgement], rerun:
         return tuple(judgements)
     suspects, dropped = set(wrong), set(wrong)
     lockstep, again = first, judgements
+    wrong_nodes: set[Node] | None = None
     for _ in range(ROUNDS):
         lockstep, again = rerun(frozenset(dropped))
         if lockstep.failure is not None:
             break
         still_wrong = [each for each in again if each.culprit is not None]
-        suspects &= {node for each in still_wrong for node in _suspects(each, lockstep, wrong)}
-        behind = {each.candidate for each in still_wrong if each.candidate in _wrong_part(each, lockstep)}
-        behind &= first.partners.keys()
+        part = {node for each in still_wrong for node in _wrong_part(each, lockstep)}
+        wrong_nodes = part if wrong_nodes is None else wrong_nodes & part
+        suspects &= {node for node, each in wrong.items() if part & {node, each.reference, _culprit(each)}}
+        behind = {each.candidate for each in still_wrong} & first.partners.keys()
         if not suspects or behind <= dropped:
             break
         dropped |= behind
     moved = {node for node in wrong.keys() - suspects if _has_company(node, wrong, first, lockstep, again)}
     marked = [replace(each, is_moved=True) if each.candidate in moved else each for each in judgements]
+    if wrong_nodes is not None:
+        marked = [_without_right_nodes(each, wrong_nodes) for each in marked]
     return tuple(_joined(marked, first))
+
+
+def _without_right_nodes(judgement: NodeJudgement, wrong_nodes: Set[Node]) -> NodeJudgement:
+    """Return the judgement with those of its `replaced` nodes that are in a wrong part, if its culprit is one of them.
+
+    Otherwise return it unchanged.
+    """
+    if judgement.culprit not in wrong_nodes:
+        return judgement
+    return replace(judgement, replaced=tuple(node for node in judgement.replaced if node in wrong_nodes))
 
 
 def _has_company(
@@ -110,15 +124,6 @@ def _wrong_part(judgement: NodeJudgement, lockstep: Lockstep) -> Set[Node]:
     if pair is None:
         return _with_ancestors(judgement.candidate, lockstep)
     return {*pair.reference.nodes, *pair.candidate.nodes}
-
-
-def _suspects(judgement: NodeJudgement, lockstep: Lockstep, wrong: dict[Node, NodeJudgement]) -> set[Node]:
-    """Return the candidate's nodes of those wrong pairs that have a node in the wrong part of this judgement's region.
-
-    It is a node of the pair on either side, or the culprit. `wrong` has the wrong pairs, by the candidate's node.
-    """
-    part = _wrong_part(judgement, lockstep)
-    return {node for node, each in wrong.items() if part & {node, each.reference, _culprit(each)}}
 
 
 def _with_ancestors(node: Node, lockstep: Lockstep) -> set[Node]:
