@@ -52,9 +52,9 @@ def mark_moved_work(first: Lockstep, judgements: Sequence[NodeJudgement], rerun:
         if lockstep.failure is not None:
             break
         still_wrong = [each for each in again if each.culprit is not None]
-        part = {node for each in still_wrong for node in _wrong_part(each, lockstep)}
+        part = {node for each in still_wrong for node in _wrong_part(each, lockstep, wrong)}
         wrong_nodes = part if wrong_nodes is None else wrong_nodes & part
-        suspects &= {node for node, each in wrong.items() if part & {node, each.reference, _culprit(each)}}
+        suspects &= _pairs_in(part, wrong)
         behind = {each.candidate for each in still_wrong} & first.partners.keys()
         if not suspects or behind <= dropped:
             break
@@ -97,7 +97,7 @@ def _has_company(
         narrowing = lockstep.narrowings.get(each.candidate)
         if narrowing and narrowing.equal.get(node) is wrong[node].reference:
             return True
-        for region in narrowing.right if narrowing else (_wrong_part(each, lockstep),):
+        for region in narrowing.right if narrowing else (_region_of(each, lockstep),):
             if own & region and any(
                 other in others or (other not in matched and other.op.startswith("call") and not is_cast(other))
                 for other in region - own
@@ -112,14 +112,28 @@ def _is_wrong_pair(judgement: NodeJudgement, lockstep: Lockstep) -> bool:
     return judgement.culprit is not None and is_pair and is_wrong(judgement.local)
 
 
-def _wrong_part(judgement: NodeJudgement, lockstep: Lockstep) -> Set[Node]:
-    """Return the nodes of both sides that a judgement of a run finds wrong: its region, narrowed if it was (`narrow`).
+def _wrong_part(judgement: NodeJudgement, lockstep: Lockstep, wrong: dict[Node, NodeJudgement]) -> Set[Node]:
+    """Return the nodes of both sides in the wrong part of a judgement's region, or in the region if it has no parts.
+
+    Return the region too if no pair of `wrong` is in the wrong part, because one of them must explain it.
+    """
+    narrowing = lockstep.narrowings.get(judgement.candidate)
+    if narrowing and _pairs_in(narrowing.wrong, wrong):
+        return narrowing.wrong
+    return _region_of(judgement, lockstep)
+
+
+def _pairs_in(part: Set[Node], wrong: dict[Node, NodeJudgement]) -> set[Node]:
+    """Return the candidate's nodes of those wrong pairs that have a node of either side in a part, or their culprit."""
+    return {node for node, each in wrong.items() if part & {node, each.reference, _culprit(each)}}
+
+
+def _region_of(judgement: NodeJudgement, lockstep: Lockstep) -> Set[Node]:
+    """Return the nodes of both sides that a judgement is about.
 
     A judgement of an output or state has no pair of regions. Its region has the candidate's node of the judgement and
     the unmatched nodes that it depends on.
     """
-    if narrowing := lockstep.narrowings.get(judgement.candidate):
-        return narrowing.wrong
     pair = lockstep.pairs.get(judgement.candidate)
     if pair is None:
         return _with_ancestors(judgement.candidate, lockstep)

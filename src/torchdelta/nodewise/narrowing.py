@@ -79,14 +79,11 @@ class _Narrower:
         wrong = whole = frozenset((*rest.nodes, *ours.nodes))
         if end := self._end_of_fault(rest, ours, starts):
             node, partner = end
-            wrong = frozenset(
-                (
-                    *self._candidate_before(node, starts).nodes,
-                    *(self._reference_before(partner, starts).nodes if partner in ours.nodes else ()),
-                )
-            )
+            # a node that was put behind a right one is a fault of that one
+            work = self._reference_before(partner, starts).nodes if partner in ours.nodes else (partner,)
+            wrong = frozenset((*self._candidate_before(node, starts).nodes, *work))
             starts = {**starts, rest.result: ours.result}
-            right.append(whole - wrong)
+            right = [part - wrong for part in (*right, whole)]
         return Narrowing(wrong=wrong, right=tuple(right), equal=starts)
 
     def equal_nodes(self) -> dict[Node, Node]:
@@ -107,7 +104,7 @@ class _Narrower:
 
         It is returned with that node of the reference, or None if there is none within `MOST_CUTS`.
         """
-        available = [node for node in (*ours.nodes[:-1], *ours.reads) if node in self._values]
+        available = [node for node in (*ours.reads, *ours.nodes[:-1]) if node in self._values]
         inner = self._run_candidate(rest, starts)
         cuts = [
             (node, partner)
