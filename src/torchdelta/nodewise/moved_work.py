@@ -62,18 +62,17 @@ def mark_moved_work(first: Lockstep, judgements: Sequence[NodeJudgement], rerun:
     moved = {node for node in wrong.keys() - suspects if _has_company(node, wrong, first, lockstep, again)}
     marked = [replace(each, is_moved=True) if each.candidate in moved else each for each in judgements]
     if wrong_nodes is not None:
-        marked = [_without_right_nodes(each, wrong_nodes) for each in marked]
+        marked = [_without_right_nodes(each, wrong_nodes) if each.candidate in wrong else each for each in marked]
     return tuple(_joined(marked, first))
 
 
 def _without_right_nodes(judgement: NodeJudgement, wrong_nodes: Set[Node]) -> NodeJudgement:
-    """Return the judgement with those of its `replaced` nodes that are in a wrong part, if its culprit is one of them.
+    """Return the judgement with those of its `replaced` nodes that are in a wrong part; the last is the culprit.
 
-    Otherwise return it unchanged.
+    Return it unchanged if there are none.
     """
-    if judgement.culprit not in wrong_nodes:
-        return judgement
-    return replace(judgement, replaced=tuple(node for node in judgement.replaced if node in wrong_nodes))
+    replaced = tuple(node for node in judgement.replaced if node in wrong_nodes)
+    return replace(judgement, culprit=replaced[-1], replaced=replaced) if replaced else judgement
 
 
 def _has_company(
@@ -124,8 +123,13 @@ def _wrong_part(judgement: NodeJudgement, lockstep: Lockstep, wrong: dict[Node, 
 
 
 def _pairs_in(part: Set[Node], wrong: dict[Node, NodeJudgement]) -> set[Node]:
-    """Return the candidate's nodes of those wrong pairs that have a node of either side in a part, or their culprit."""
-    return {node for node, each in wrong.items() if part & {node, each.reference, _culprit(each)}}
+    """Return the candidate's nodes of those wrong pairs that have a node of either side in a part, or their culprit.
+
+    If there are none, return those that have another node of their region in it.
+    """
+    return {node for node, each in wrong.items() if part & {node, each.reference, _culprit(each)}} or {
+        node for node, each in wrong.items() if part & set(each.replaced)
+    }
 
 
 def _region_of(judgement: NodeJudgement, lockstep: Lockstep) -> Set[Node]:

@@ -61,49 +61,81 @@ class _Narrower:
 
     trial: Trial
     result: Any
+    """The value of the reference's region."""
 
     def narrow(self) -> Narrowing:
         """Return the pair divided into the wrong part and right ones; raise what a node of the regions raises."""
-        starts = self.equal_nodes()
-        rest = self._candidate_before(self.trial.pair.candidate.result, starts)
-        ours = self._reference_before(self.trial.pair.reference.result, starts)
-        right = [
-            frozenset(
-                (
-                    *self._candidate_before(node, starts.keys() - {node}).nodes,
-                    *self._reference_before(partner, {k: v for k, v in starts.items() if v is not partner}).nodes,
-                )
-            )
-            for node, partner in starts.items()
-        ]
-        wrong = whole = frozenset((*rest.nodes, *ours.nodes))
-        if end := self._end_of_fault(rest, ours, starts):
-            node, partner = end
-            # a node that was put behind a right one is a fault of that one
-            work = self._reference_before(partner, starts).nodes if partner in ours.nodes else (partner,)
-            wrong = frozenset((*self._candidate_before(node, starts).nodes, *work))
-            starts = {**starts, rest.result: ours.result}
-            right = [part - wrong for part in (*right, whole)]
-        return Narrowing(wrong=wrong, right=tuple(right), equal=starts)
+        starts = self._equal_nodes({})
+        wrong: set[Node] = set()
+        while True:
+            end = self._end_of_fault(starts)
+            whole = self._part(*self._ends, starts)
+            part = self._part(*end, starts) if end else whole
+            restart = self._restart(part - {end[0] if end else None}, starts)
+            if restart is None:
+                break
+            node, partner, equal = restart
+            wrong |= self._part(node, partner, starts)
+            starts = {**starts, node: partner, **equal}
+        wrong |= part
+        right = [whole, *(self._part(node, partner, starts) for node, partner in starts.items())]
+        if end:
+            starts = {**starts, self._ends[0]: self._ends[1]}
+        return Narrowing(wrong=frozenset(wrong), right=tuple(part - wrong for part in right), equal=starts)
 
-    def equal_nodes(self) -> dict[Node, Node]:
+    @property
+    def _ends(self) -> tuple[Node, Node]:
+        """The last nodes of the regions: the candidate's and the reference's."""
+        return self.trial.pair.candidate.result, self.trial.pair.reference.result
+
+    def _part(self, node: Node, partner: Node, starts: Mapping[Node, Node]) -> frozenset[Node]:
+        """Return the nodes of both sides that end in these two nodes, and read those in `starts`.
+
+        If the partner is in `starts` too, it is the reference's part: the candidate put a node behind a right one.
+        """
+        others = {each: ours for each, ours in starts.items() if each is not node}
+        is_behind = partner in others.values() or partner in self.trial.pair.reference.reads
+        work = (partner,) if is_behind else self._reference_before(partner, others).nodes
+        return frozenset((*self._candidate_before(node, others).nodes, *work))
+
+    def _equal_nodes(self, starts: Mapping[Node, Node]) -> dict[Node, Node]:
         """Return the inner nodes of the candidate's region that have the value of a node of the reference's region.
 
-        The values of the dict are these nodes of the reference.
+        The values of the dict are these nodes of the reference. The nodes in `starts`, which are left out, have the
+        values of their partners there.
         """
-        values = self._run_candidate(self.trial.pair.candidate, {})
+        values = self._run_candidate(self.trial.pair.candidate, starts)
         equal = {}
         for node in self.trial.pair.candidate.nodes[:-1]:
             partners = (ours for ours, value in self._values.items() if self._is_equal(ours, value, values[node]))
-            if (partner := next(partners, None)) is not None:
+            if node not in starts and (partner := next(partners, None)) is not None:
                 equal[node] = partner
         return equal
 
-    def _end_of_fault(self, rest: Region, ours: Region, starts: Mapping[Node, Node]) -> tuple[Node, Node] | None:
-        """Return the first node of `rest` that can read a node of the reference instead, so that the result is right.
+    def _restart(
+        self, part: Collection[Node | None], starts: Mapping[Node, Node]
+    ) -> tuple[Node, Node, dict[Node, Node]] | None:
+        """Return the first wrong node of a part that has right work behind it, its partner, and the ends of this work.
 
-        It is returned with that node of the reference, or None if there is none within `MOST_CUTS`.
+        The ends are equal to nodes of the reference (`_equal_nodes`) if the node has the value of its partner. A part
+        with several faults has such a node. Return None if there is none.
         """
+        for node in self.trial.pair.candidate.nodes:
+            partner = self.trial.aligned.get(node)
+            if node not in part or partner not in part or partner not in self._values:
+                continue
+            equal = self._equal_nodes({**starts, node: partner})
+            if any(partner in self._reference_before(ours, starts).nodes[:-1] for ours in equal.values()):
+                return node, partner, equal
+        return None
+
+    def _end_of_fault(self, starts: Mapping[Node, Node]) -> tuple[Node, Node] | None:
+        """Return the first node of the candidate that can have a value of the reference so that the result is right.
+
+        The nodes in `starts` have the values of their partners. The node is returned with that node of the reference,
+        or None if there is none within `MOST_CUTS`.
+        """
+        rest, ours = self._candidate_before(self._ends[0], starts), self._reference_before(self._ends[1], starts)
         available = [node for node in (*ours.reads, *ours.nodes[:-1]) if node in self._values]
         inner = self._run_candidate(rest, starts)
         cuts = [

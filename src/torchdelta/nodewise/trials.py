@@ -13,7 +13,7 @@ has there. If that mends the region, the node of the reference that has this val
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -65,6 +65,8 @@ class Trial:
     """The nodes of the reference that need a gradient."""
     lowered: Mapping[Node, torch.dtype]
     """The candidate's nodes that have another float dtype than the reference on purpose."""
+    aligned: Mapping[Node, Node] = field(default_factory=dict)
+    """The partners, and those of nodes that only count as unmatched."""
 
     @cached_property
     def inputs(self) -> dict[Node, Any]:
