@@ -7,13 +7,13 @@ the values inside do:
 
 The candidate's `mul` has the value of the reference's `matmul`, so all work up to there is right. If `relu` reads the
 value of the reference's `tanh`, it is right too, so all work behind `sigmoid` is right. Only `sigmoid` in the place of
-`tanh` remains.
-Start with `narrow`.
+`tanh` remains. Start with `narrow`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -27,7 +27,9 @@ from torchdelta.nodewise.trials import Trial
 from torchdelta.records.verdict import Verdict
 
 MOST_CUTS = 256
-"""Places that are tried for the end of the wrong part; a region of 16 nodes has at most as many."""
+"""Places that are tried for the end of the wrong part; two regions of 16 nodes have at most as many."""
+LARGEST_REGION = 64
+"""A candidate's region with more nodes than this is not narrowed, because that would take longer than both graphs."""
 NEAR = 0.05
 """An error beyond this part of the largest value needs no judgement: the two values are not the same."""
 
@@ -45,14 +47,13 @@ class Narrowing:
 def narrow(trial: Trial, reference: Any) -> Narrowing:
     """Return the pair of a trial, whose regions have different values, divided into the wrong part and right ones.
 
-    `reference` is the value of the reference's region. If a region raises, or if no value inside is right, the wrong
-    part is the whole pair.
+    `reference` is the value of the reference's region. The wrong part is the whole pair if no value inside is right, if
+    a region raises, or if the candidate's has more than `LARGEST_REGION` nodes.
     """
-    whole = frozenset((*trial.pair.reference.nodes, *trial.pair.candidate.nodes))
-    try:
-        return _Narrower(trial, reference).narrow()
-    except Exception:  # a node that raises on other values tells nothing about the parts
-        return Narrowing(wrong=whole, equal={})
+    if len(trial.pair.candidate.nodes) <= LARGEST_REGION:
+        with suppress(Exception):  # a node that raises on other values tells nothing about the parts
+            return _Narrower(trial, reference).narrow()
+    return Narrowing(wrong=frozenset((*trial.pair.reference.nodes, *trial.pair.candidate.nodes)), equal={})
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,8 @@ class _Narrower:
         right = [whole, *(self._part(node, partner, starts) for node, partner in starts.items())]
         if end:
             starts = {**starts, self._ends[0]: self._ends[1]}
-        return Narrowing(wrong=frozenset(wrong), right=tuple(part - wrong for part in right), equal=starts)
+        equal = {node: partner for node, partner in starts.items() if node not in wrong}
+        return Narrowing(wrong=frozenset(wrong), right=tuple(part - wrong for part in right), equal=equal)
 
     @property
     def _ends(self) -> tuple[Node, Node]:
@@ -98,17 +100,21 @@ class _Narrower:
         work = (partner,) if is_behind else self._reference_before(partner, others).nodes
         return frozenset((*self._candidate_before(node, others).nodes, *work))
 
-    def _equal_nodes(self, starts: Mapping[Node, Node]) -> dict[Node, Node]:
+    def _equal_nodes(
+        self, starts: Mapping[Node, Node], part: Collection[Node | None] | None = None
+    ) -> dict[Node, Node]:
         """Return the inner nodes of the candidate's region that have the value of a node of the reference's region.
 
         The values of the dict are these nodes of the reference. The nodes in `starts`, which are left out, have the
-        values of their partners there.
+        values of their partners there. With `part`, nodes outside of it are left out too.
         """
         values = self._run_candidate(self.trial.pair.candidate, starts)
         equal = {}
         for node in self.trial.pair.candidate.nodes[:-1]:
+            if node in starts or (part is not None and node not in part):
+                continue
             partners = (ours for ours, value in self._values.items() if self._is_equal(ours, value, values[node]))
-            if node not in starts and (partner := next(partners, None)) is not None:
+            if (partner := next(partners, None)) is not None:
                 equal[node] = partner
         return equal
 
@@ -124,7 +130,7 @@ class _Narrower:
             partner = self.trial.aligned.get(node)
             if node not in part or partner not in part or partner not in self._values:
                 continue
-            equal = self._equal_nodes({**starts, node: partner})
+            equal = self._equal_nodes({**starts, node: partner}, part)
             if any(partner in self._reference_before(ours, starts).nodes[:-1] for ours in equal.values()):
                 return node, partner, equal
         return None
@@ -178,12 +184,14 @@ class _Narrower:
         """Tell whether a value of the candidate is right where the reference's node `ours` has `value`."""
         if not isinstance(other, torch.Tensor) or other.shape != value.shape or not other.is_floating_point():
             return False
-        if float((other.double() - value.double()).abs().max()) > NEAR * float(value.abs().max()):
-            return False
         return self._is_right(self._reference_before(ours, {}), value, other)
 
     def _is_right(self, region: Region, value: Any, other: Any) -> bool:
         """Tell whether the candidate's value `other` is right where a region of the reference has `value`."""
+        if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor) and value.shape == other.shape:
+            error = (other.double() - value.double()).abs() if value.is_floating_point() and value.numel() else None
+            if error is not None and float(error.max()) > NEAR * float(value.abs().max()):
+                return False
 
         def again(values: Mapping[Any, Any]) -> Any:
             with runtime.drawing_from(self.trial.draws):
