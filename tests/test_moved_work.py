@@ -271,3 +271,170 @@ def test_a_fault_that_the_next_node_hides_has_not_moved_its_work():
     report = td.check(lambda x: torch.relu(x).argmax(-1), (x,), transform=leak, thorough=True)
 
     assert report.verdict is td.Verdict.DIVERGED
+
+
+class TwoFolds(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.first_norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.second, self.second_norm = nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)
+        for norm in (self.first_norm, self.second_norm):
+            norm.running_mean.normal_()
+            norm.running_var.uniform_(0.01, 0.1)
+        self.eval().requires_grad_(False)
+
+    def forward(self, image):
+        h = torch.relu(self.first_norm(self.first(image)))
+        return torch.flatten(torch.relu(self.second_norm(self.second(h))), 1)
+
+
+@pytest.mark.parametrize("wrong", ["first", "second", None])
+def test_of_two_batch_norms_that_are_folded_only_the_wrong_one_is_blamed(wrong):
+    def fold(graph_module, example_inputs):
+        for node in list(graph_module.graph.nodes):
+            if str(node.target).endswith("_norm"):
+                conv = node.args[0]
+                norm = graph_module.get_submodule(node.target)
+                norm.eps = 1e-2 if conv.target == wrong else norm.eps
+                folded = torch.nn.utils.fusion.fuse_conv_bn_eval(graph_module.get_submodule(conv.target), norm)
+                setattr(graph_module, conv.target, folded)
+                node.replace_all_uses_with(conv)
+                graph_module.graph.erase_node(node)
+        graph_module.recompile()
+        return graph_module
+
+    location = td.locate(TwoFolds(), X, transform=fold, options={"graph": "symbolic"})
+
+    assert [culprit.region for culprit in location.culprits] == ([(wrong, f"{wrong}_norm")] if wrong else [])
+
+
+class Chain(nn.Module):
+    """A rewritten part between two nodes on each side."""
+
+    def __init__(self, part):
+        super().__init__()
+        torch.manual_seed(0)
+        self.part = part
+        self.weight, self.bias = nn.Parameter(torch.randn(6, 6)), nn.Parameter(torch.randn(6))
+        self.requires_grad_(False)
+
+    def forward(self, x):
+        h = torch.sin(torch.cos(x))
+        h = torch.tanh(self.part(h, self.weight, self.bias))
+        return torch.matmul(torch.sigmoid(h), self.weight)
+
+
+def scale_then_multiply(h, weight, bias):
+    return torch.matmul(h * 0.5, weight)
+
+
+def multiply_then_scale(h, weight, bias):
+    return torch.matmul(h, weight) * 2.0
+
+
+def scale_then_relu(h, weight, bias):
+    return torch.relu(h * 2.0)
+
+
+def multiply_and_add(h, weight, bias):
+    return torch.addmm(bias, h, weight)
+
+
+def normalize(h, weight, bias):
+    return torch.nn.functional.layer_norm(h, (6,), bias, bias)
+
+
+def scale_in_place_of_its_reader(graph_module):
+    """Move a scale behind its reader, and keep the node."""
+    (scale,) = calls(graph_module, "mul")
+    (reader,) = scale.users
+    source, factor = scale.args
+    reader.replace_input_with(scale, source)
+    reader.append(scale)
+    reader.replace_all_uses_with(scale)
+    scale.args = (reader, factor)
+
+
+def scale_the_weight(graph_module):
+    (scale,) = calls(graph_module, "mul")
+    product, factor = scale.args
+    with graph_module.graph.inserting_before(product):
+        product.args = (product.args[0], graph_module.graph.call_function(operator.mul, (product.args[1], factor)))
+    scale.replace_all_uses_with(product)
+    graph_module.graph.erase_node(scale)
+
+
+def split_addmm(graph_module):
+    (node,) = calls(graph_module, "addmm")
+    bias, left, right = node.args
+    put_instead(node, lambda call: call(operator.add, call(torch.mm, left, right), bias))
+
+
+def write_norm_with_means(graph_module):
+    (node,) = calls(graph_module, "layer_norm")
+    source, _, weight, bias = node.args[:4]
+
+    def build(call):
+        centered = call(operator.sub, source, call(torch.mean, source, -1, True))
+        variance = call(torch.mean, call(operator.mul, centered, centered), -1, True)
+        normal = call(operator.mul, centered, call(torch.rsqrt, call(operator.add, variance, 1e-5)))
+        return call(operator.add, call(operator.mul, normal, weight), bias)
+
+    put_instead(node, build)
+
+
+PARTS = (
+    (scale_then_multiply, scale_in_place_of_its_reader),
+    (scale_then_relu, scale_in_place_of_its_reader),
+    (multiply_then_scale, scale_the_weight),
+    (multiply_and_add, split_addmm),
+    (normalize, write_norm_with_means),
+)
+OTHER_FUNCTIONS = {"cos": torch.atan, "sin": torch.erf, "tanh": torch.nn.functional.silu, "sigmoid": torch.exp}
+CHAIN_X = (torch.randn(5, 6, generator=torch.Generator().manual_seed(0)),)
+
+
+def call_another_function(op):
+    def change(graph_module):
+        (node,) = calls(graph_module, op)
+        node.target = OTHER_FUNCTIONS[op]
+
+    return change
+
+
+def put_another_function_instead(op):
+    def change(graph_module):
+        (node,) = calls(graph_module, op)
+        put_instead(node, lambda call: call(OTHER_FUNCTIONS[op], *node.args))
+
+    return change
+
+
+@pytest.mark.parametrize("fault", [call_another_function, put_another_function_instead])
+@pytest.mark.parametrize("op", OTHER_FUNCTIONS)
+@pytest.mark.parametrize(("part", "rewrite"), PARTS, ids=lambda value: value.__name__)
+def test_a_correct_rewrite_next_to_a_wrong_node_is_not_blamed(part, rewrite, op, fault):
+    location = td.locate(Chain(part), CHAIN_X, transform=passing(rewrite, fault(op)))
+
+    assert [(culprit.op, culprit.region) for culprit in location.culprits] == [(op, ())]
+
+
+@pytest.mark.parametrize(("part", "rewrite"), PARTS, ids=lambda value: value.__name__)
+def test_wrong_nodes_on_both_sides_of_a_correct_rewrite_are_two_culprits(part, rewrite):
+    faults = (call_another_function("sin"), call_another_function("tanh"))
+    location = td.locate(Chain(part), CHAIN_X, transform=passing(rewrite, *faults))
+
+    assert [culprit.op for culprit in location.culprits] == ["sin", "tanh"]
+
+
+def test_a_scale_that_is_moved_wrongly_in_front_of_a_wrong_node_is_blamed_too():
+    def scale_more(graph_module):
+        (scale,) = calls(graph_module, "mul")
+        scale.args = (scale.args[0], 0.7)
+
+    changes = (scale_in_place_of_its_reader, scale_more, call_another_function("tanh"))
+    location = td.locate(Chain(scale_then_multiply), CHAIN_X, transform=passing(*changes))
+
+    assert location.culprits[-1].op == "tanh"
+    assert any("mul" in (culprit.op, *culprit.region) for culprit in location.culprits[:-1])

@@ -32,6 +32,7 @@ from torchdelta._torch.graphs.nodes import may_write, returns_what_it_writes, wr
 from torchdelta._torch.process import runtime
 from torchdelta.nodewise.local import LocalJudge, NodeJudgement, inherited_from
 from torchdelta.nodewise.matching import Alignment
+from torchdelta.nodewise.narrowing import Narrowing, narrow
 from torchdelta.nodewise.regions import (
     Region,
     call_node,
@@ -68,17 +69,30 @@ class Lockstep:
     """The exception of a node that raised; the nodes before it were judged."""
     failed_at: str = ""
     notes: list[str] = field(default_factory=list)
+    narrowings: dict[Node, Narrowing] = field(default_factory=dict)
+    """The parts of each pair whose value is wrong, by the candidate's node."""
     _lowered: dict[Node, torch.dtype] = field(default_factory=dict)
     _right: set[Node] = field(default_factory=set)
     """The reference's nodes whose own pair was judged and is right."""
 
     @cached_property
     def partners(self) -> dict[Node, Node]:
-        """The reference's node for each matched node of the candidate.
+        """The reference's node for each matched node of the candidate (`aligned`), without those in `excluded`.
 
-        Inputs, the nodes of the alignment and inserted nodes (`inserted_nodes`) are matched, but not nodes of nested
-        graphs. Nodes in `excluded`, and two nodes that are not the same output of their operators (`is_same_output`),
-        are left out.
+        An excluded node that both graphs return at the same place is matched with the reference's there, because no
+        work can be moved behind an output.
+        """
+        matched = {node: partner for node, partner in self.aligned.items() if node not in self.excluded}
+        returned = (_returned_values(side.graph.output_node()) for side in (self.candidate, self.reference))
+        outputs = {node: partner for node, partner in zip(*returned, strict=False) if node in self.excluded}
+        return {**matched, **{node: partner for node, partner in outputs.items() if isinstance(partner, Node)}}
+
+    @cached_property
+    def aligned(self) -> dict[Node, Node]:
+        """The reference's node for each node of the candidate that the alignment matches.
+
+        Inputs and inserted nodes (`inserted_nodes`) are matched too, but not nodes of nested graphs. Two nodes that are
+        not the same output of their operators (`is_same_output`) are left out.
         """
         ours = {node.name: node for node in self.reference.graph.nodes}
         theirs = {node.name: node for node in self.candidate.graph.nodes}
@@ -88,11 +102,7 @@ class Lockstep:
             if match.reference in ours and match.candidate in theirs
         }
         partners |= inserted_nodes(partners)
-        return {
-            node: partner
-            for node, partner in partners.items()
-            if node not in self.excluded and is_same_output(partner, node, partners)
-        }
+        return {node: partner for node, partner in partners.items() if is_same_output(partner, node, partners)}
 
     @cached_property
     def pairs(self) -> dict[Node, RegionPair]:
@@ -285,14 +295,15 @@ class Lockstep:
         these are right, a constant in the place of a trained parameter is DIVERGED; otherwise gradients are compared if
         an input is trained, the two calls differ, and the regions have the same inputs. The culprit is None if nothing
         is wrong, and then the reference's node is added to `_right`. For a wrong value or gradient it is the node that
-        `Trial.blame` returns, unless that is in `_right`; in all other cases it is the reference's node. `inherited` is
-        only copied into the judgement.
+        `Trial.blame` returns, unless that is in `_right`; in all other cases it is the reference's node. If `narrow`
+        finds the blamed node right, it is the last node of the wrong part instead. `inherited` is only copied into the
+        judgement.
         """
         name = pair.reference.result.name
         values = {node: ours.computed[node] for node in pair.needs if node in ours.computed}
         values |= ours.before_write.get(pair.reference.result, {})
         draws = next((ours.draws[node] for node in pair.reference.nodes if node in ours.draws), None)
-        trial = Trial(pair, values, self.partners, draws, self.judge, self.trained, self._lowered)
+        trial = Trial(pair, values, self.partners, draws, self.judge, self.trained, self._lowered, self.aligned)
         is_exact = is_discontinuous(pair.reference)
         comparisons = self.judge.judge(
             name, reference, local, trial.run_reference, trial.inputs, is_exact=is_exact, within=trial
@@ -301,7 +312,10 @@ class Lockstep:
         gradients: tuple[Comparison, ...] = ()
         culprit = None
         if is_wrong(comparisons):
+            parts = self.narrowings[pair.candidate.result] = narrow(trial, reference)
             culprit = trial.blame(lambda edges: not is_wrong(trial.judge_values(reference, edges)))
+            if any(culprit in part for part in parts.right):
+                culprit = next((node for node in reversed(pair.reference.nodes) if node in parts.wrong), culprit)
             # a node that is right by itself is not to blame: its reader reads something else
             culprit = pair.reference.result if culprit in self._right else culprit
         elif is_wrong(written):
@@ -315,6 +329,9 @@ class Lockstep:
                 culprit = pair.reference.result if culprit in self._right else culprit
         if culprit is None:
             self._right.add(pair.reference.result)
+        replaced = pair.reference.calls_until(culprit) if culprit in pair.reference.nodes else ()
+        narrowing = self.narrowings.get(pair.candidate.result)
+        wrong_part = narrowing.wrong if narrowing else frozenset(replaced)
         return NodeJudgement(
             reference=pair.reference.result,
             candidate=pair.candidate.result,
@@ -323,7 +340,7 @@ class Lockstep:
             local_gradients=gradients,
             inherited=inherited,
             culprit=culprit,
-            replaced=pair.reference.calls_until(culprit) if culprit in pair.reference.nodes else (),
+            replaced=tuple(node for node in replaced if culprit not in wrong_part or node in wrong_part),
         )
 
     def _judge_outputs(self, output: Node, ours: GraphRun, theirs: GraphRun) -> Iterator[NodeJudgement]:

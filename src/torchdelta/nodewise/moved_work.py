@@ -6,8 +6,9 @@ together are right. Judged one by one both would be blamed:
     reference   mul(x, 0.5) → matmul → tanh         candidate   matmul(x) → mul(…, 0.5) → tanh
 
 So both graphs run once more without the pairs that are wrong. The pairs behind them are then judged with all the work
-before them: `tanh` from `x`. A wrong pair that no such judgement finds wrong has moved its work, and is marked so. If
-they still find it wrong, the pairs behind it are left out too, up to `ROUNDS` times.
+before them: `tanh` from `x`. A wrong pair that no such judgement finds wrong has moved its work, and is marked so. A
+judgement that still finds something wrong is narrowed to the part that is (`narrowing`), because a fault next to moved
+work does not make that wrong. The pairs behind are left out too, up to `ROUNDS` times: work may be moved past them.
 
 Wrong pairs that remain and belong to one rewrite have one culprit, with all of them as its region. Start with
 `mark_moved_work`.
@@ -16,7 +17,7 @@ Wrong pairs that remain and belong to one rewrite have one culprit, with all of 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 
 from torch.fx import Node
@@ -37,27 +38,41 @@ def mark_moved_work(first: Lockstep, judgements: Sequence[NodeJudgement], rerun:
 
     `first` is the run that gave the judgements, and `rerun` runs the graphs without some pairs. `rerun` is called up to
     `ROUNDS` times. If no pair is wrong (`_is_wrong_pair`), it is not called and the judgements are returned unchanged.
-    The work of a wrong pair was moved if one of the reruns finds nothing wrong with it, and it has company in the last
-    (`_has_company`). A rerun that fails proves nothing, and is the last.
+    The work of a wrong pair was moved if it is not in the wrong part of any judgement of one of the reruns, and it has
+    company in the last (`_has_company`). A rerun that fails proves nothing, and is the last.
     """
     wrong = {each.candidate: each for each in judgements if _is_wrong_pair(each, first)}
     if not wrong:
         return tuple(judgements)
     suspects, dropped = set(wrong), set(wrong)
     lockstep, again = first, judgements
+    wrong_nodes: set[Node] | None = None
     for _ in range(ROUNDS):
         lockstep, again = rerun(frozenset(dropped))
         if lockstep.failure is not None:
             break
         still_wrong = [each for each in again if each.culprit is not None]
-        suspects &= {node for each in still_wrong for node in _judged_nodes(each, lockstep, wrong)}
+        part = {node for each in still_wrong for node in _wrong_part(each, lockstep, wrong)}
+        wrong_nodes = part if wrong_nodes is None else wrong_nodes & part
+        suspects &= _pairs_in(part, wrong)
         behind = {each.candidate for each in still_wrong} & first.partners.keys()
         if not suspects or behind <= dropped:
             break
         dropped |= behind
     moved = {node for node in wrong.keys() - suspects if _has_company(node, wrong, first, lockstep, again)}
     marked = [replace(each, is_moved=True) if each.candidate in moved else each for each in judgements]
+    if wrong_nodes is not None:
+        marked = [_without_right_nodes(each, wrong_nodes) if each.candidate in wrong else each for each in marked]
     return tuple(_joined(marked, first))
+
+
+def _without_right_nodes(judgement: NodeJudgement, wrong_nodes: Set[Node]) -> NodeJudgement:
+    """Return the judgement with those of its `replaced` nodes that are in a wrong part; the last is the culprit.
+
+    Return it unchanged if there are none.
+    """
+    replaced = tuple(node for node in judgement.replaced if node in wrong_nodes)
+    return replace(judgement, culprit=replaced[-1], replaced=replaced) if replaced else judgement
 
 
 def _has_company(
@@ -71,19 +86,22 @@ def _has_company(
 
     That is another wrong pair, or a node without a partner on either side in the run `first`, except a cast, which
     takes over no work. Without one, the nodes behind the pair only hide its fault, as an `argmax` does, or a cast to a
-    lower precision. `judgements` are those of the run `lockstep`.
+    lower precision. A pair needs no company if its own value is right with the work before it. `judgements` are those
+    of the run `lockstep`.
     """
     others = {each.candidate for each in wrong.values()} | {each.reference for each in wrong.values()}
     matched = {*first.partners, *first.partners.values()}
     own = {node, wrong[node].reference}
     for each in judgements:
-        pair = lockstep.pairs.get(each.candidate)
-        region = {*pair.reference.nodes, *pair.candidate.nodes} if pair else _with_ancestors(each.candidate, lockstep)
-        if own & region and any(
-            other in others or (other not in matched and other.op.startswith("call") and not is_cast(other))
-            for other in region - own
-        ):
+        narrowing = lockstep.narrowings.get(each.candidate)
+        if narrowing and narrowing.equal.get(node) is wrong[node].reference:
             return True
+        for region in narrowing.right if narrowing else (_region_of(each, lockstep),):
+            if own & region and any(
+                other in others or (other not in matched and other.op.startswith("call") and not is_cast(other))
+                for other in region - own
+            ):
+                return True
     return False
 
 
@@ -93,17 +111,37 @@ def _is_wrong_pair(judgement: NodeJudgement, lockstep: Lockstep) -> bool:
     return judgement.culprit is not None and is_pair and is_wrong(judgement.local)
 
 
-def _judged_nodes(judgement: NodeJudgement, lockstep: Lockstep, wrong: dict[Node, NodeJudgement]) -> set[Node]:
-    """Return the candidate's nodes of those wrong pairs that have a node in a region of this judgement, on either side.
+def _wrong_part(judgement: NodeJudgement, lockstep: Lockstep, wrong: dict[Node, NodeJudgement]) -> Set[Node]:
+    """Return the nodes of both sides in the wrong part of a judgement's region, or in the region if it has no parts.
+
+    Return the region too if no pair of `wrong` is in the wrong part, because one of them must explain it.
+    """
+    narrowing = lockstep.narrowings.get(judgement.candidate)
+    if narrowing and _pairs_in(narrowing.wrong, wrong):
+        return narrowing.wrong
+    return _region_of(judgement, lockstep)
+
+
+def _pairs_in(part: Set[Node], wrong: dict[Node, NodeJudgement]) -> set[Node]:
+    """Return the candidate's nodes of those wrong pairs that have a node of either side in a part, or their culprit.
+
+    If there are none, return those that have another node of their region in it.
+    """
+    return {node for node, each in wrong.items() if part & {node, each.reference, _culprit(each)}} or {
+        node for node, each in wrong.items() if part & set(each.replaced)
+    }
+
+
+def _region_of(judgement: NodeJudgement, lockstep: Lockstep) -> Set[Node]:
+    """Return the nodes of both sides that a judgement is about.
 
     A judgement of an output or state has no pair of regions. Its region has the candidate's node of the judgement and
-    the unmatched nodes that it depends on. `wrong` has the wrong pairs, by the candidate's node.
+    the unmatched nodes that it depends on.
     """
     pair = lockstep.pairs.get(judgement.candidate)
     if pair is None:
-        return {node for node in wrong if node in _with_ancestors(judgement.candidate, lockstep)}
-    ours, theirs = set(pair.reference.nodes), set(pair.candidate.nodes)
-    return {node for node, each in wrong.items() if node in theirs or each.reference in ours}
+        return _with_ancestors(judgement.candidate, lockstep)
+    return {*pair.reference.nodes, *pair.candidate.nodes}
 
 
 def _with_ancestors(node: Node, lockstep: Lockstep) -> set[Node]:

@@ -106,6 +106,19 @@ class Region:
         """
         return self.run_with_writes(inputs, overrides)[0]
 
+    def run_all(self, inputs: Values, replacements: Values | None = None) -> dict[Node, Any]:
+        """Return the values of all nodes of the region and of its inputs, computed from the values in `inputs`.
+
+        A node in `replacements` does not run, and has the value there. The inputs are not written to.
+        """
+        interpreter = Interpreter(self.module, garbage_collect_values=False)
+        known = replacements or {}
+        values = {**inputs, **known}
+        for node in self.nodes:
+            if node not in known:
+                values[node] = run_node(interpreter, node, values)
+        return values
+
     def run_with_writes(self, inputs: Values, overrides: EdgeValues | None = None) -> tuple[Any, dict[Node, Any]]:
         """Return the value of the last node, and its inputs as they are after it ran (empty if it does not write).
 

@@ -13,7 +13,7 @@ has there. If that mends the region, the node of the reference that has this val
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -65,6 +65,8 @@ class Trial:
     """The nodes of the reference that need a gradient."""
     lowered: Mapping[Node, torch.dtype]
     """The candidate's nodes that have another float dtype than the reference on purpose."""
+    aligned: Mapping[Node, Node] = field(default_factory=dict)
+    """The partners, and those of nodes that only count as unmatched."""
 
     @cached_property
     def inputs(self) -> dict[Node, Any]:
@@ -82,6 +84,18 @@ class Trial:
         """Return the value of the reference's region, run on these values."""
         with runtime.drawing_from(self.draws):
             return self.pair.reference.run(values)
+
+    def candidate_inputs(self, values: Mapping[Node, Any]) -> dict[Node, Any]:
+        """Return the values that the candidate's region reads, by node; `values` are by nodes of the reference.
+
+        They are cast where the candidate has another float dtype on purpose.
+        """
+        return {
+            node: values[self.partners[node]].to(self.lowered[node])
+            if node in self.lowered
+            else values[self.partners[node]]
+            for node in self.pair.candidate.reads
+        }
 
     def judge_values(self, reference: Any, replacements: Replacements) -> tuple[Comparison, ...]:
         """Run the candidate's region with these replacements; return the comparisons of its value with the reference's.
@@ -152,14 +166,9 @@ class Trial:
     def _run_candidate(self, values: Mapping[Node, Any], replacements: Replacements) -> Any:
         """Return the value of the candidate's region, run on the reference's values with these replacements.
 
-        `values` are by nodes of the reference. Inputs are cast where the candidate has another float dtype on purpose.
+        `values` are by nodes of the reference.
         """
-        inputs = {
-            node: values[self.partners[node]].to(self.lowered[node])
-            if node in self.lowered
-            else values[self.partners[node]]
-            for node in self.pair.candidate.reads
-        }
+        inputs = self.candidate_inputs(values)
         with runtime.drawing_from(self.draws):
             return self.pair.candidate.run(inputs, {edge: values[node] for edge, node in replacements.items()})
 
