@@ -25,6 +25,7 @@ from torch import nn
 
 import torchdelta as td
 from torchdelta import Verdict
+from torchdelta.program.sides import state_of
 
 DIVERGED, EQUIVALENT = Verdict.DIVERGED, Verdict.EQUIVALENT
 total = 0
@@ -1083,3 +1084,45 @@ def test_an_object_that_cannot_be_read_or_copied_does_not_end_the_check(make):
         return x * (2.0 if kept is not None else 3.0)
 
     assert td.check(call, (X,), candidate=call).verdict is EQUIVALENT
+
+
+class Label:
+    pass
+
+
+def keyed_by(kind, factor, order=1):
+    """Return a function that sums its outputs in a dict whose key is an object, an id or a parameter."""
+    torch.manual_seed(0)
+    linear, label = nn.Linear(3, 3, bias=False), Label()
+    sums = {}
+
+    def call(x):
+        y = linear(x[::order] if order > 0 else x.flip(0))
+        key = {"object": label, "id": id(linear), "parameter": linear.weight}[kind]
+        with torch.no_grad():
+            sums[key] = sums.get(key, torch.zeros(3)) + factor * y.square().mean(0)
+        return y.sum(0)
+
+    return call
+
+
+@pytest.mark.parametrize("kind", ["object", "id", "parameter"])
+def test_a_dict_keyed_by_objects_or_ids_is_compared_by_its_values(kind):
+    right = td.check(keyed_by(kind, 1.0), (X,), transform="aot_eager")
+    reordered = td.check(keyed_by(kind, 1.0), (X,), candidate=keyed_by(kind, 1.0, order=-1))
+    wrong = td.check(keyed_by(kind, 1.0), (X,), candidate=keyed_by(kind, 1.05))
+
+    assert (right.verdict, reordered.verdict) == (EQUIVALENT, EQUIVALENT)
+    assert wrong.verdict is DIVERGED
+    assert "buffers['sums.values()[0]']" in diverged(wrong)
+
+
+def test_values_that_two_functions_capture_by_one_name_are_both_state():
+    def scaled(weight):
+        return lambda x: x * weight
+
+    parts = [scaled(torch.full((3,), 2.0)), scaled(torch.full((3,), 3.0))]
+
+    state = state_of(lambda x: parts[0](x) + parts[1](x))
+
+    assert sorted(state.buffers) == ["weight", "weight′"]

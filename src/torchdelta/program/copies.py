@@ -41,6 +41,7 @@ import numpy as np
 import torch
 
 from torchdelta._torch import modules, tensors
+from torchdelta.compare.leaves import step_to
 from torchdelta.errors import ProgramError
 from torchdelta.program.hidden_state import GENERATORS_OF_PROCESS, has_hidden_state, hidden_state, is_builtin_iterator
 
@@ -417,7 +418,8 @@ def children(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the objects that a value holds directly, each as (name, object): attributes, slots, items, captured values.
 
     Plain values, tensors, classes and Python modules yield nothing. A function yields what it captures, a bound method
-    its object and its function, an iterator what it is made of. A mapping yields its values, and not its keys.
+    its object and its function, an iterator what it is made of. A mapping yields its values, and not its keys. A name
+    is that of an attribute or a captured value, a key that is a text, or a step, such as `[0]` or `.values()[0]`.
     """
     if isinstance(value, (*_ATOMS, torch.Tensor, type, ModuleType)):
         return
@@ -435,7 +437,8 @@ def children(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"args[{index}]", item) for index, item in enumerate(value.args))
         yield from value.keywords.items()
     elif isinstance(value, Mapping):
-        yield from ((str(key), item) for key, item in value.items())
+        for index, (key, item) in enumerate(value.items()):
+            yield key if isinstance(key, str) else step_to(key, index), item
     elif isinstance(value, (list, tuple, Set, collections.deque)):
         yield from ((f"[{index}]", item) for index, item in enumerate(value))
     elif is_builtin_iterator(value):

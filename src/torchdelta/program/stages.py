@@ -28,7 +28,7 @@ from torchdelta._torch import tensors
 from torchdelta._torch.process import runtime
 from torchdelta.compare.judge import is_inexact
 from torchdelta.compare.kernels import measure
-from torchdelta.compare.leaves import Container, Leaves, leaves_of
+from torchdelta.compare.leaves import Container, Leaves, leaves_of, step_to
 from torchdelta.program.copies import Convert, copy_together
 from torchdelta.program.examples import randomise
 from torchdelta.program.hidden_state import GENERATORS, hidden_state
@@ -494,15 +494,15 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, trained: Mapping[str, tor
     """Return an optimizer's state by the names of the trained parameters, in their order.
 
     An optimizer may have only some of them, in an order of its own. State of any other tensor goes by its place among
-    the optimizer's parameters, and other entries go by their keys.
+    the optimizer's parameters, and other entries go by their keys, or by `step_to` them.
     """
     names = {id(tensor): name for name, tensor in trained.items()}
     own = [tensor for group in optimizer.param_groups for tensor in group["params"]]
     for index, tensor in enumerate(own):
         names.setdefault(id(tensor), f"params[{index}]")
     state = {
-        names.get(id(key), "another tensor") if isinstance(key, torch.Tensor) else str(key): entry
-        for key, entry in optimizer.state.items()
+        key if isinstance(key, str) else names.get(id(key), step_to(key, index)): entry
+        for index, (key, entry) in enumerate(optimizer.state.items())
     }
     return {name: state[name] for name in (*trained, *state) if name in state}
 
