@@ -1126,3 +1126,30 @@ def test_values_that_two_functions_capture_by_one_name_are_both_state():
     state = state_of(lambda x: parts[0](x) + parts[1](x))
 
     assert sorted(state.buffers) == ["weight", "weight′"]
+
+
+def advancing(make, count):
+    """Return a function that takes `count` items from an iterator of its own."""
+    batches = make()
+
+    def call(x):
+        for _ in range(count):
+            next(batches)
+        return x * 2
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: zip([1.0] * 9, [2.0] * 9, strict=True),
+        lambda: itertools.chain([1.0] * 9, [2.0]),
+        lambda: enumerate(zip([1.0] * 9, [2] * 9, strict=True)),
+        lambda: zip(enumerate([1.0] * 9), reversed([2] * 9), strict=True),
+    ],
+    ids=["zip", "chain", "nested", "zipped"],
+)
+def test_the_position_of_an_iterator_within_another_is_compared(make):
+    assert td.check(advancing(make, 2), (X,), candidate=advancing(make, 1)).verdict is DIVERGED
+    assert td.check(advancing(make, 2), (X,), candidate=advancing(make, 2)).verdict is EQUIVALENT

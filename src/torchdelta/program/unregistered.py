@@ -154,8 +154,8 @@ class _Place:
     """Whether it belongs to an object of an installed package."""
     is_shared: bool = False
     """Whether all sides share it."""
-    above: tuple[int, ...] = ()
-    """The ids of the containers that it is in."""
+    above: tuple[Any, ...] = ()
+    """The containers that it is in; they are kept, because another object may get the id of one that is gone."""
 
     @property
     def path(self) -> str:
@@ -164,7 +164,7 @@ class _Place:
 
     def child(self, step: str, value: Any) -> _Place:
         """Return the place of an item or attribute of this object."""
-        return dataclasses.replace(self, steps=self.steps + step, value=value, above=(*self.above, id(self.value)))
+        return dataclasses.replace(self, steps=self.steps + step, value=value, above=(*self.above, self.value))
 
     def member(self, name: str, value: Any) -> _Place:
         """Return the place of an attribute of a module or another named holder: its name goes on with a dot."""
@@ -421,7 +421,7 @@ class _Walk:
             is_data = dataclasses.is_dataclass(value)
             place = dataclasses.replace(place, is_installed=place.is_installed or not is_data)
         if is_container and not is_own:
-            if id(value) in place.above:
+            if any(value is container for container in place.above):
                 return
         elif not self._is_new(value, place):
             return
