@@ -1153,3 +1153,36 @@ def advancing(make, count):
 def test_the_position_of_an_iterator_within_another_is_compared(make):
     assert td.check(advancing(make, 2), (X,), candidate=advancing(make, 1)).verdict is DIVERGED
     assert td.check(advancing(make, 2), (X,), candidate=advancing(make, 2)).verdict is EQUIVALENT
+
+
+class Trains(nn.Module):
+    """A training step that may forget its scheduler."""
+
+    def __init__(self, *, has_schedule):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(3, 1)
+        self.optimizer = torch.optim.SGD(self.linear.parameters(), lr=0.1)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)
+        self.steps_of = [self.schedule] if has_schedule else []
+
+    def forward(self, x):
+        self.optimizer.zero_grad()
+        loss = self.linear(x).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        for schedule in self.steps_of:
+            schedule.step()
+        return loss.detach()
+
+
+@pytest.mark.filterwarnings("ignore")  # dynamo warns where it breaks a graph
+def test_a_number_that_the_run_changes_in_an_object_of_a_package_is_compared():
+    dropped = td.check(Trains(has_schedule=True), (X,), candidate=Trains(has_schedule=False))
+    kept = td.check(Trains(has_schedule=True), (X,), candidate=Trains(has_schedule=True))
+    compiled = td.check(Trains(has_schedule=True), (X,), transform="aot_eager")
+
+    assert dropped.verdict is DIVERGED
+    assert "attributes['optimizer'].param_groups[0]['lr']" in diverged(dropped)
+    assert "attributes['schedule'].last_epoch" in diverged(dropped)
+    assert (kept.verdict, compiled.verdict) == (EQUIVALENT, EQUIVALENT)

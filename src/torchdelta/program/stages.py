@@ -33,7 +33,7 @@ from torchdelta.program.copies import Convert, copy_together
 from torchdelta.program.examples import randomise
 from torchdelta.program.hidden_state import GENERATORS, hidden_state
 from torchdelta.program.sides import Side, registered_in
-from torchdelta.program.unregistered import PLAIN, attributes_of, name_of
+from torchdelta.program.unregistered import PLAIN, UnregisteredState, attributes_of, name_of
 from torchdelta.registry import Registry
 
 _ABSENT = Container("nothing")
@@ -174,8 +174,9 @@ class _Observer:
         self.start = side.start or original
         self.original_tensors = _tensors_in({**_inputs(original), **_registered(self.start)})
         # a side whose state has names of its own has no unregistered state
-        unregistered = self.start.unrun.leaves if side.names is None else {}
-        self.original_unregistered = {**_plain_leaves(_inputs(original)), **unregistered}
+        unrun = self.start.unrun if side.names is None else UnregisteredState()
+        self.original_installed = unrun.installed
+        self.original_unregistered = {**_plain_leaves(_inputs(original)), **unrun.leaves, **unrun.installed}
         self.given = original.args, original.kwargs
         """The user's inputs, or the last random ones, as they were before a call: steps take copies of them."""
         self.observation = Observation()
@@ -266,8 +267,14 @@ class _Observer:
         return outputs
 
     def _read_unregistered(self) -> Leaves:
-        """Return the side's unregistered state as it is now, and the plain values in its inputs, by path."""
-        return {**_plain_leaves(_inputs(self.side)), **self.side.reach().leaves}
+        """Return the side's unregistered state as it is now, and the plain values in its inputs, by path.
+
+        Plain values of installed packages that were not there before the run are left out, and those that are gone are
+        as they were: a package may keep caches of its own.
+        """
+        now = self.side.reach()
+        installed = {path: now.installed.get(path, value) for path, value in self.original_installed.items()}
+        return {**_plain_leaves(_inputs(self.side)), **now.leaves, **installed}
 
     def _draw_inputs(self, iteration: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return copies of the original's inputs with random values, drawn in the original's dtypes.

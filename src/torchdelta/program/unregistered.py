@@ -7,7 +7,8 @@ One walk over everything that the callable reaches names each tensor, number, te
     attributes['Decoder.calls']             # an attribute of the user's class
 
 Two walks, before and after a run, show what the run has changed. Objects of installed packages are searched for tensors
-alone, because their other contents (caches, loggers, counters) change for reasons of their own.
+and plain values, which are kept apart: many of these come and go (caches, loggers), but one that a run changes, such as
+a learning rate in an optimizer, is state of the program.
 
 Classes, and the globals that methods use, are not copied with a program: all sides share them. The walk remembers them
 in a `SharedState`, which puts them back so that each run starts from the same values.
@@ -101,6 +102,8 @@ class UnregisteredState:
     """What a callable reaches: the leaves of its unregistered state by path, and the state that all sides share."""
 
     leaves: Leaves = field(default_factory=dict)
+    installed: Leaves = field(default_factory=dict)
+    """The plain values below objects of installed packages, by path."""
     shared: SharedState = field(default_factory=SharedState)
     unread: dict[str, str] = field(default_factory=dict)
     """The classes of objects whose state cannot be read, or not be put back for the next side, by path."""
@@ -116,7 +119,7 @@ def reached_by(call: Callable[..., Any], registered: Mapping[str, torch.Tensor])
     """
     walk = _Walk({id(tensor): path for path, tensor in registered.items()})
     walk.run(call)
-    return UnregisteredState(walk.leaves, walk.shared, walk.unread)
+    return UnregisteredState(walk.leaves, walk.installed_values, walk.shared, walk.unread)
 
 
 def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
@@ -180,12 +183,13 @@ class _Place:
 
 
 class _Walk:
-    """One walk over a callable; `leaves`, `shared` and `unread` are its results."""
+    """One walk over a callable; `leaves`, `installed_values`, `shared` and `unread` are its results."""
 
     def __init__(self, registered: Mapping[int, str]) -> None:
         """Take the paths of the registered tensors by id; nothing is visited yet."""
         self.registered = registered
         self.leaves: Leaves = {}
+        self.installed_values: Leaves = {}
         self.shared = SharedState()
         self.unread: dict[str, str] = {}
         # objects are kept too, because another object may get the id of one that is gone
@@ -199,21 +203,31 @@ class _Walk:
         waiting = [_Place("", "", call)]
         while waiting:
             waiting.extend(reversed(list(self._visit(waiting.pop()))))
+        self._name_ids()
+
+    def _name_ids(self) -> None:
+        """Replace the leaves that are the `id` of an object that was met by a `Container` that names its path.
+
+        An id is another number in each copy of a program, or by chance the same.
+        """
+        paths = {**self.registered, **{key: path for key, (_, path) in self.visited.items() if path}}
+        for path, leaf in self.leaves.items():
+            if type(leaf) is int and leaf in paths:
+                self.leaves[path] = Container(f"the id of {paths[leaf]}")
 
     def _visit(self, place: _Place) -> Iterator[_Place]:
         """Record the leaf at a place, if it is one, and yield the places that it reaches.
 
-        A plain value below an object of an installed package is not recorded, nor is an object there whose state is
-        hidden, except for random generators; Python modules are skipped. An object with hidden state that all sides
-        share is added to `shared.hidden` too.
+        Below an object of an installed package, plain values are recorded in `installed_values`, and objects whose
+        state is hidden are not recorded, except for random generators; Python modules are skipped. An object with
+        hidden state that all sides share is added to `shared.hidden` too.
         """
         value = place.value
         if isinstance(value, torch.Tensor):
             self._record(place, self._tensor_leaf(value))
             yield from self._attributes_of(place, value)
         elif isinstance(value, PLAIN):
-            if not place.is_installed:
-                self._record(place, value)
+            self._record(place, value)
         elif isinstance(value, (bytearray, np.ndarray)) and not getattr(value, "dtype", np.dtype(int)).hasobject:
             self._record(place, bytes(value) if isinstance(value, bytearray) else value)
         elif isinstance(value, GENERATORS):
@@ -254,11 +268,15 @@ class _Walk:
                 self._record(place.child(step, part), part)
 
     def _record(self, place: _Place, leaf: Any) -> None:
-        """Add a leaf to `leaves` by its path; if that is taken, primes (′) are appended to it until it is free."""
+        """Add a leaf to `leaves` by its path, or to `installed_values` if it is plain and below an installed object.
+
+        If the path is taken, primes (′) are appended to it until it is free.
+        """
         path = place.path
-        while path in self.leaves:
+        while path in self.leaves or path in self.installed_values:
             path += "′"
-        self.leaves[path] = leaf
+        leaves = self.installed_values if place.is_installed and isinstance(leaf, PLAIN) else self.leaves
+        leaves[path] = leaf
 
     def _attributes_of(self, place: _Place, tensor: torch.Tensor) -> Iterator[_Place]:
         """Yield the places of a tensor's `attributes_of`, unless the tensor was met before."""
@@ -404,10 +422,10 @@ class _Walk:
     def _visit_object(self, place: _Place, value: Any) -> Iterator[_Place]:
         """Record a `Container` for an object or container, and yield the places of its attributes or items.
 
-        An installed object that is neither a container nor a dataclass is not recorded, nor are plain values below it;
-        one of the standard library is left out. Of the callable itself only the attributes are yielded. A large
-        container of plain values becomes a few leaves. An object that was met before yields nothing, and a plain
-        container inside of itself neither. A value that all sides share is added to `shared`.
+        An installed object that is neither a container nor a dataclass is not recorded, nor are large containers of
+        plain values below it; one of the standard library is left out. Of the callable itself only the attributes are
+        yielded. A large container of plain values becomes a few leaves. An object that was met before yields nothing,
+        and a plain container inside of itself neither. A value that all sides share is added to `shared`.
         """
         kind = type(value)
         is_container = isinstance(value, _DATA)
