@@ -1186,3 +1186,43 @@ def test_a_number_that_the_run_changes_in_an_object_of_a_package_is_compared():
     assert "attributes['optimizer'].param_groups[0]['lr']" in diverged(dropped)
     assert "attributes['schedule'].last_epoch" in diverged(dropped)
     assert (kept.verdict, compiled.verdict) == (EQUIVALENT, EQUIVALENT)
+
+
+class Makes(nn.Module):
+    """A module whose call makes a counter and a buffer, as often as `makes` has items."""
+
+    def __init__(self, makes):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(3, 3)
+        self.makes = makes
+
+    def forward(self, x):
+        y = self.linear(x)
+        for _ in self.makes:
+            self.steps = getattr(self, "steps", 0) + 1
+            self.register_buffer("last", y.detach())
+        return torch.tanh(y)
+
+
+class MakesNothing(Makes):
+    def forward(self, x):
+        return torch.tanh(self.linear(x))
+
+
+class MakesNothingOfItsOwn(MakesNothing):
+    def __init__(self, makes):
+        super().__init__(makes)
+        self.others = 0
+
+
+def test_state_that_a_run_makes_is_compared_although_no_side_starts_with_its_name():
+    dropped = td.check(Makes([1]), (X,), candidate=MakesNothing([1]))
+    kept = td.check(Makes([1]), (X,), candidate=Makes([1]))
+    other_names = td.check(Makes([1]), (X,), candidate=MakesNothingOfItsOwn([1]))
+
+    assert dropped.verdict is DIVERGED
+    assert diverged(dropped) == ["buffers['last']", "attributes['steps']"]
+    assert kept.verdict is EQUIVALENT
+    assert other_names.verdict is Verdict.INCONCLUSIVE
+    assert "a run made this state" in other_names.stages[0].reason

@@ -33,7 +33,7 @@ from torchdelta.program.copies import Convert, copy_together
 from torchdelta.program.examples import randomise
 from torchdelta.program.hidden_state import GENERATORS, hidden_state
 from torchdelta.program.sides import Side, registered_in
-from torchdelta.program.unregistered import PLAIN, UnregisteredState, attributes_of, name_of
+from torchdelta.program.unregistered import PLAIN, UnregisteredState, attributes_of, is_attribute, name_of
 from torchdelta.registry import Registry
 
 _ABSENT = Container("nothing")
@@ -79,6 +79,8 @@ class Observation:
     aliases: dict[str, frozenset[str]] = field(default_factory=dict)
     state_names: set[str] = field(default_factory=set)
     """The paths of all parameters, buffers and attributes of the side, also those that no stage records."""
+    start_names: set[str] = field(default_factory=set)
+    """The names that the side had before its run, of the same kinds as `state_names`."""
     other_starts: set[str] = field(default_factory=set)
     """Those of `state_names` that have other values before the run than in the program: another implementation's."""
     written: set[str] = field(default_factory=set)
@@ -91,6 +93,11 @@ class Observation:
     is_differentiable: bool = False
     cotangent_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     """The dtypes of the tensors that had a cotangent, by path."""
+
+    @property
+    def new_names(self) -> set[str]:
+        """Those of `state_names` that the run itself made."""
+        return self.state_names - self.start_names
 
     def complete(self, stage: str, paths: Iterable[str]) -> None:
         """Add the leaves at these paths from `untouched` to a stage; do nothing if the stage did not run.
@@ -203,8 +210,10 @@ class _Observer:
     def _run(self) -> Observation:
         """Run the stages of the plan in their order and return the observation; SideFailed if user code raises.
 
-        If the side has a start of its own, `other_starts` of the observation is set first.
+        The `start_names` of the observation are set first, and `other_starts` if the side has a start of its own.
         """
+        unregistered = map(name_of, filter(is_attribute, self.original_unregistered))
+        self.observation.start_names = {*registered_in(self.start.state), *unregistered}
         if self.side.start is not None:
             self.observation.other_starts = self._find_other_starts(self.side.start)
         for iteration in range(self.plan.iterations + len(self.plan.further)):
@@ -347,8 +356,7 @@ class _Observer:
                 leaves[prefix + path] = _snapshot(leaf)
         removed = [path for path in before if path not in self.unregistered]
         leaves.update({prefix + path: _ABSENT for path in removed})
-        names = (path for path in (*self.unregistered, *removed) if path.startswith("attributes"))
-        self.observation.state_names.update(map(name_of, names))
+        self.observation.state_names.update(map(name_of, filter(is_attribute, (*self.unregistered, *removed))))
 
     def _is_same(self, leaf: Any, original: Any) -> bool:
         """Tell whether a leaf equals the original's: a tensor by `_is_unchanged`, any other by `_is_equal`."""

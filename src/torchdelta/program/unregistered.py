@@ -132,6 +132,11 @@ def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
     return {name: value for name, value in vars(tensor).items() if not modules.is_of_compiler(name)}
 
 
+def is_attribute(path: str) -> bool:
+    """Tell whether a path is one of unregistered state, as `_Place.path` makes them."""
+    return path.startswith("attributes[")
+
+
 def name_of(path: str) -> str:
     """Return the start of a path up to the end of its first key: `attributes['cache']` of `attributes['cache'][0]`."""
     return path[: _end_of_key(path) + 1]
