@@ -1226,3 +1226,32 @@ def test_state_that_a_run_makes_is_compared_although_no_side_starts_with_its_nam
     assert kept.verdict is EQUIVALENT
     assert other_names.verdict is Verdict.INCONCLUSIVE
     assert "a run made this state" in other_names.stages[0].reason
+
+
+class Shares(nn.Module):
+    """A module that keeps its weight and its argument, each as `keep` returns it."""
+
+    def __init__(self, keep):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(3, 3)
+        self.keep = keep
+        self.target = None
+        self.last = None
+
+    def forward(self, x):
+        self.target = self.keep(self.linear.weight.detach())
+        self.last = self.keep(x)
+        return self.linear(x).tanh()
+
+
+@pytest.mark.parametrize("transform", ["aot_eager", "inductor"])
+def test_state_that_shares_memory_is_no_difference_under_a_compiler(transform):
+    assert td.check(Shares(torch.Tensor.detach), (X,), transform=transform).verdict is EQUIVALENT
+
+
+def test_state_that_shares_memory_on_one_side_alone_is_seen():
+    report = td.check(Shares(torch.Tensor.detach), (X,), candidate=Shares(torch.clone))
+
+    assert report.verdict is DIVERGED
+    assert diverged(report) == ["attributes['target']", "attributes['last']"]

@@ -22,7 +22,15 @@ from torchdelta.check.baseline import Baseline
 from torchdelta.check.candidate import CandidateRun
 from torchdelta.check.decisions import reach_of_steps, settle_steps, with_count
 from torchdelta.check.kinds import LiftedSides, tell_kinds
-from torchdelta.check.pairing import complete, has_differences, is_state, is_undecided, pair_stage, state_name
+from torchdelta.check.pairing import (
+    common_aliases,
+    complete,
+    has_differences,
+    is_state,
+    is_undecided,
+    pair_stage,
+    state_name,
+)
 from torchdelta.check.quantized_layers import LayerwiseCheck
 from torchdelta.compare import self_test
 from torchdelta.compare.contract import Terms
@@ -331,7 +339,7 @@ class Check(JudgingSteps[Observation]):
             leaves,
             others,
             truth.stages.get(stage) if truth else None,
-            (reference.aliases, candidate.aliases),
+            common_aliases(reference, candidate),
             runs,
         )
         return [with_count(comparison, undecided) for comparison in comparisons], unmatched, renamed

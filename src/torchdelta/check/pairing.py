@@ -137,6 +137,27 @@ def common_state(
     return common[0], common[1], renamed
 
 
+def common_aliases(
+    reference: Observation, candidate: Observation
+) -> tuple[dict[str, frozenset[str]], dict[str, frozenset[str]]]:
+    """Return the aliases of both sides; those of unregistered state are with values whose names both sides know."""
+    sides = reference, candidate
+    known = reference.state_names & candidate.state_names
+
+    def is_common(path: str) -> bool:
+        name = state_name(path)
+        return name is None or name in known
+
+    first, second = (
+        {
+            path: frozenset(filter(is_common, others)) if is_state(path) else others
+            for path, others in side.aliases.items()
+        }
+        for side in sides
+    )
+    return first, second
+
+
 def state_name(path: str) -> str | None:
     """Return the name of the parameter, buffer or attribute at a path, or None for a leaf of another kind.
 

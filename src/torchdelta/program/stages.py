@@ -338,7 +338,9 @@ class _Observer:
                 leaves.update(_snapshots(tensor.grad, f"{path}.grad"))
         self.observation.state_names.update(registered_in(self.side.state))
         self._record_unregistered("forward", prefix, self.original_unregistered)
-        self.observation.aliases.update({prefix + path: others for path, others in _aliases(outputs, around).items()})
+        kept = {path: leaf for path, leaf in self.unregistered.items() if isinstance(leaf, torch.Tensor)}
+        aliases = _aliases(_tensors_in({"outputs": outputs}), around, kept)
+        self.observation.aliases.update({prefix + path: others for path, others in aliases.items()})
 
     def _record_unregistered(self, stage: str, prefix: str, before: Leaves) -> None:
         """Record the unregistered state and plain inputs that are not as in `before`; list the rest in `untouched`.
@@ -659,18 +661,21 @@ def _is_equal(value: Any, original: Any) -> bool:
     return value is original or bool(value == original or (value != value and original != original))
 
 
-def _aliases(outputs: Any, around: Mapping[str, torch.Tensor]) -> dict[str, frozenset[str]]:
-    """Return, for the path of each output tensor, the paths of all other tensors that share its storage.
+def _aliases(
+    returned: Mapping[str, torch.Tensor], around: Mapping[str, torch.Tensor], kept: Mapping[str, torch.Tensor]
+) -> dict[str, frozenset[str]]:
+    """Return, for the path of each returned or kept tensor, the paths of all other tensors that share its storage.
 
-    These are other outputs, and the inputs, parameters and buffers in `around`. The set is empty if there are none.
+    Those of an output are other outputs, and the inputs, parameters and buffers in `around`. Those of unregistered
+    state, `kept`, may be such state too. The set is empty if there are none.
     """
-    returned = _tensors_in({"outputs": outputs})
     by_storage: dict[int, list[str]] = {}
-    for path, tensor in (*returned.items(), *around.items()):
-        if key := tensors.storage_key(tensor):
+    keys = {path: tensors.storage_key(tensor) for path, tensor in (*returned.items(), *around.items(), *kept.items())}
+    for path, key in keys.items():
+        if key:
             by_storage.setdefault(key, []).append(path)
-    partners = {path: paths for paths in by_storage.values() for path in paths}
-    return {path: frozenset(partners.get(path, ())) - {path} for path in returned}
+    partners = {path: frozenset(by_storage.get(keys[path] or 0, ())) - {path} for path in (*returned, *kept)}
+    return {path: paths - kept.keys() if path in returned else paths for path, paths in partners.items()}
 
 
 def _named_snapshots(values: Mapping[str, Any], path: str) -> Leaves:
