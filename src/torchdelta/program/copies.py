@@ -20,6 +20,7 @@ import copy
 import dis
 import functools
 import math
+import operator
 import sys
 import sysconfig
 import weakref
@@ -372,21 +373,24 @@ def _rebind(duplicate: Any, memo: dict[int, Any], originals: Set[int]) -> Any:
                 if is_filled(cell) and (value := _rebound(cell.cell_contents, memo)) is not cell.cell_contents:
                     cell.cell_contents = value
         for entries in (getattr(holder, "__dict__", None), holder):
-            if isinstance(entries, dict):
-                changed = {
-                    name: value for name, entry in entries.items() if (value := _rebound(entry, memo)) is not entry
-                }
-                entries.update(changed)
-        if isinstance(holder, list):
-            holder[:] = [_rebound(entry, memo) for entry in holder]
+            if isinstance(entries, (dict, list)):
+                items = list(dict.items(entries) if isinstance(entries, dict) else enumerate(list.__iter__(entries)))
+                # a subclass may refuse to be written to
+                write: Any = dict.__setitem__ if isinstance(entries, dict) else list.__setitem__
+                for key, entry in items:
+                    if (value := _rebound(entry, memo)) is not entry:
+                        write(entries, key, value)
     return duplicate
 
 
 def _rebound(value: Any, memo: dict[int, Any]) -> Any:
     """Return what refers to the copies in place of a bound method, weak reference or cached function, or the value.
 
-    A cached function becomes a new one with an empty cache.
+    A cached function becomes a new one with an empty cache, and a plain tuple with such a value a new tuple.
     """
+    if type(value) is tuple:
+        parts = tuple(_rebound(part, memo) for part in value)
+        return value if all(map(operator.is_, parts, value)) else parts
     if isinstance(value, MethodType) and id(value.__func__) in memo:
         return MethodType(memo[id(value.__func__)], value.__self__)
     if type(value) is weakref.ref and (referent := value()) is not None and id(referent) in memo:
