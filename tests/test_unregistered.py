@@ -1255,3 +1255,34 @@ def test_state_that_shares_memory_on_one_side_alone_is_seen():
 
     assert report.verdict is DIVERGED
     assert diverged(report) == ["attributes['target']", "attributes['last']"]
+
+
+class Scripted(nn.Module):
+    def __init__(self, text):
+        super().__init__()
+        torch.manual_seed(0)
+        self.text = text
+        self.zcount = 4
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x):
+        self.zcount += 1
+        return self.linear(x)
+
+
+class ScriptedWithoutCount(Scripted):
+    def forward(self, x):
+        return self.linear(x)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.parametrize("text", ["plain", "a submodules { b", "a\nlr = 3\n    nosuch = 3\n"])
+def test_attributes_of_a_module_of_torchscript_are_compared_whatever_its_texts_say(text):
+    user = torch.jit.script(Scripted(text))
+
+    dropped = td.check(user, (X,), candidate=torch.jit.script(ScriptedWithoutCount(text)))
+    kept = td.check(user, (X,), candidate=torch.jit.script(Scripted(text)))
+
+    assert dropped.verdict is DIVERGED
+    assert diverged(dropped) == ["attributes['zcount']"]
+    assert kept.verdict is EQUIVALENT
