@@ -1286,3 +1286,60 @@ def test_attributes_of_a_module_of_torchscript_are_compared_whatever_its_texts_s
     assert dropped.verdict is DIVERGED
     assert diverged(dropped) == ["attributes['zcount']"]
     assert kept.verdict is EQUIVALENT
+
+
+class CountingDict(collections.UserDict):
+    def __init__(self):
+        super().__init__()
+        self.hits = 0
+
+
+class CountingList(collections.UserList):
+    def __init__(self):
+        super().__init__()
+        self.hits = 0
+
+
+shared_dict, shared_list = CountingDict(), CountingList()
+
+
+class CountsHits(nn.Module):
+    def __init__(self, cache, step=1):
+        super().__init__()
+        self.cache, self.step = cache, step
+
+    def forward(self, x):
+        counter = shared_dict if self.cache == "dict" else shared_list
+        counter.hits += self.step
+        return x * min(counter.hits, 2)
+
+
+@pytest.mark.parametrize("cache", ["dict", "list"])
+def test_an_attribute_beside_the_data_of_a_global_container_is_put_back(cache):
+    assert td.check(CountsHits(cache), (X,), candidate=CountsHits(cache)).verdict is EQUIVALENT
+    assert td.check(CountsHits(cache), (X,), candidate=CountsHits(cache, 2)).verdict is DIVERGED
+    assert (shared_dict.hits, shared_list.hits) == (0, 0)
+
+
+locks, system_random = iter([threading.Lock(), threading.Lock()]), random.SystemRandom()
+
+
+class UsesUncopyable(nn.Module):
+    def __init__(self, factor=2):
+        super().__init__()
+        self.own = random.SystemRandom()
+        self.factor = factor
+
+    def forward(self, x):
+        next(locks, None)
+        system_random.random()
+        return x * self.factor
+
+
+def test_a_global_object_whose_copy_fails_is_named_and_does_not_end_the_check():
+    report = td.check(UsesUncopyable(), (X,), candidate=UsesUncopyable())
+
+    assert report.verdict is EQUIVALENT
+    assert any("system_random" in note for note in report.notes)
+    assert td.check(UsesUncopyable(), (X,), candidate=UsesUncopyable(3)).verdict is DIVERGED
+    assert next(locks, None) is not None

@@ -21,6 +21,7 @@ import dis
 import functools
 import math
 import operator
+import random
 import sys
 import sysconfig
 import weakref
@@ -78,6 +79,8 @@ def copy_together(values: Any, *, name: str, convert: Convert = lambda dtype: dt
     # and the generators of the process too, which the seed of a run rules
     memo.update({id(value): value for value in GENERATORS_OF_PROCESS})
     memo.update({id(value): value.clone_state() for value in objects if isinstance(value, torch.Generator)})
+    # this one draws from the system, and has no state
+    memo.update({id(value): value for value in objects if isinstance(value, random.SystemRandom)})
     try:
         _copy_tensors([value for value in objects if isinstance(value, torch.Tensor)], memo, convert)
         for function, shell in _function_shells(objects, memo):

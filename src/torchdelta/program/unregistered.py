@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import copy
 import dataclasses
 import datetime
 import decimal
@@ -42,7 +41,15 @@ import torch
 from torchdelta._torch import modules
 from torchdelta.compare.leaves import Container, Leaves, children_of, container_of, is_cache
 from torchdelta.program import copies
-from torchdelta.program.hidden_state import GENERATORS, Parts, can_rewind, hidden_state, is_unreadable, rewind
+from torchdelta.program.hidden_state import (
+    GENERATORS,
+    Parts,
+    can_rewind,
+    duplicate_of,
+    hidden_state,
+    is_unreadable,
+    rewind,
+)
 from torchdelta.program.restore import refill
 
 PLAIN = (
@@ -260,12 +267,15 @@ class _Walk:
     def _visit_hidden(self, place: _Place, state: Parts) -> Iterator[_Place]:
         """Record the leaves of an object's hidden state, and yield the places of what an iterator is made of.
 
-        A state that all sides share is added to `shared.hidden`, with a copy.
+        A state that all sides share is added to `shared.hidden`, with a copy, or to `unread` if it cannot be copied.
         """
         value = place.value
         if place.is_shared:
-            is_torch = isinstance(value, torch.Generator)
-            self.shared.hidden.append((value, value.clone_state() if is_torch else copy.deepcopy(value)))
+            try:
+                self.shared.hidden.append((value, duplicate_of(value)))
+            except Exception:  # a source of randomness of the system, for example
+                self.unread[place.path] = type(value).__name__
+                return
         for step, part in state:
             if isinstance(part, tuple):
                 yield place.child(step, part)
@@ -473,16 +483,15 @@ class _Walk:
             self.shared.cells.extend((cell, cell.cell_contents) for cell in cells)
 
     def _remember(self, value: Any) -> None:
-        """Add a container, or the dict of an object's attributes, with a shallow copy of it to `shared.contents`, once.
+        """Add a container, and the dict of an object's attributes, with shallow copies to `shared.contents`, once.
 
-        Nothing is added for an object without such a dict.
+        Of a `UserDict` or `UserList`, what it wraps is such a container.
         """
-        if isinstance(value, (collections.UserList, collections.UserDict)):
-            value = value.data
-        is_plain = isinstance(value, (list, dict, set, collections.deque))
-        container = value if is_plain else getattr(value, "__dict__", None)
-        if container is not None and id(container) not in self.shared.contents:
-            self.shared.contents[id(container)] = (container, container.copy())
+        items = value.data if isinstance(value, (collections.UserList, collections.UserDict)) else value
+        for container in (items, getattr(value, "__dict__", None)):
+            is_plain = isinstance(container, (list, dict, set, collections.deque))
+            if is_plain and id(container) not in self.shared.contents:
+                self.shared.contents[id(container)] = (container, container.copy())
 
 
 def _children(value: Any) -> list[tuple[str, Any]]:
