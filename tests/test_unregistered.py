@@ -1343,3 +1343,47 @@ def test_a_global_object_whose_copy_fails_is_named_and_does_not_end_the_check():
     assert any("system_random" in note for note in report.notes)
     assert td.check(UsesUncopyable(), (X,), candidate=UsesUncopyable(3)).verdict is DIVERGED
     assert next(locks, None) is not None
+
+
+def double(module, args, output):
+    return 2 * output
+
+
+class Swaps(nn.Module):
+    """A module whose call swaps its activation, or registers a hook."""
+
+    def __init__(self, swap):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(3, 3)
+        self.act = torch.sin
+        self.swap = swap
+
+    def forward(self, x):
+        y = self.act(self.linear(x))
+        self.swap(self)
+        return y
+
+
+def swap_activation(module):
+    module.act = torch.cos
+
+
+def register_hook(module):
+    module.linear.register_forward_hook(double)
+
+
+@pytest.mark.filterwarnings("ignore")  # dynamo warns where it breaks a graph
+@pytest.mark.parametrize(
+    ("swap", "path"),
+    [(swap_activation, "attributes['act']"), (register_hook, "attributes['linear.hooks[0]']")],
+    ids=["activation", "hook"],
+)
+def test_functions_that_a_run_stores_are_compared(swap, path):
+    dropped = td.check(Swaps(swap), (X,), candidate=Swaps(id))
+    kept = td.check(Swaps(swap), (X,), candidate=Swaps(swap))
+    compiled = td.check(Swaps(swap), (X,), transform="aot_eager")
+
+    assert dropped.verdict is DIVERGED
+    assert diverged(dropped) == [path]
+    assert (kept.verdict, compiled.verdict) == (EQUIVALENT, EQUIVALENT)

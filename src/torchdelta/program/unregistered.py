@@ -32,7 +32,15 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from enum import Enum
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    FunctionType,
+    MethodDescriptorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any
 
 import numpy as np
@@ -257,9 +265,11 @@ class _Walk:
         elif isinstance(value, torch.nn.Module):
             yield from self._visit_module(place, value)
         elif isinstance(value, _FUNCTIONS):
+            self._record_function(place, value)
             yield from self._visit_function(place, value)
-        elif isinstance(value, copies.BOUND_BUILTINS):
-            if copies.has_state(value.__self__):
+        elif isinstance(value, (*copies.BOUND_BUILTINS, MethodDescriptorType)):
+            self._record_function(place, value)
+            if isinstance(value, copies.BOUND_BUILTINS) and copies.has_state(value.__self__):
                 yield dataclasses.replace(place, value=value.__self__)
         elif not isinstance(value, ModuleType):
             yield from self._visit_object(place, value)
@@ -292,6 +302,20 @@ class _Walk:
             path += "′"
         leaves = self.installed_values if place.is_installed and isinstance(leaf, PLAIN) else self.leaves
         leaves[path] = leaf
+
+    def _record_function(self, place: _Place, function: Any) -> None:
+        """Record a `Container` that names a function, which a run may replace by another; not the callable itself.
+
+        Another implementation defines functions of its own elsewhere, so the user's go by their plain name. Bound
+        methods and partials are recorded by what they are made of. Nothing is recorded for functions of classes and
+        globals, or below an object of an installed package.
+        """
+        is_compound = isinstance(function, (MethodType, functools.partial))
+        if not place.name or place.is_shared or place.is_installed or is_compound:
+            return
+        is_own = isinstance(function, FunctionType) and not copies.is_installed(function)
+        name = function.__name__ if is_own else f"{getattr(function, '__module__', None)}.{function.__qualname__}"
+        self._record(place, Container(f"the function {name}"))
 
     def _attributes_of(self, place: _Place, tensor: torch.Tensor) -> Iterator[_Place]:
         """Yield the places of a tensor's `attributes_of`, unless the tensor was met before."""
@@ -488,7 +512,8 @@ class _Walk:
         Of a `UserDict` or `UserList`, what it wraps is such a container.
         """
         items = value.data if isinstance(value, (collections.UserList, collections.UserDict)) else value
-        for container in (items, getattr(value, "__dict__", None)):
+        containers: tuple[Any, Any] = items, getattr(value, "__dict__", None)
+        for container in containers:
             is_plain = isinstance(container, (list, dict, set, collections.deque))
             if is_plain and id(container) not in self.shared.contents:
                 self.shared.contents[id(container)] = (container, container.copy())
