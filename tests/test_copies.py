@@ -426,3 +426,36 @@ def test_a_program_whose_copies_train_the_original_is_refused():
     with pytest.raises(ProgramError, match="of the original"):
         td.check(Hidden(), (X,), candidate=Hidden())
     assert user.weight.grad is None
+
+
+class ReadOnlyDict(dict):
+    def update(self, *args, **kwargs):
+        raise TypeError("read only")
+
+
+class ReadOnlyList(list):
+    def __setitem__(self, index, value):
+        raise TypeError("read only")
+
+
+def test_containers_that_refuse_writes_are_copied_and_refer_to_the_copies():
+    layer = torch.nn.Linear(2, 2)
+    containers = ReadOnlyDict(a=weakref.ref(layer), b=torch.ones(2)), ReadOnlyList([weakref.ref(layer), 1])
+
+    duplicate, (mapping, items) = copy_together((layer, containers), name="program")
+
+    assert duplicate is not layer
+    assert mapping["a"]() is duplicate
+    assert items[0]() is duplicate
+    assert (type(mapping), type(items)) == (ReadOnlyDict, ReadOnlyList)
+
+
+def test_a_weak_reference_in_a_tuple_refers_to_the_copy():
+    layer, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    layer.references = (1, (weakref.ref(layer),), weakref.ref(other))
+
+    duplicate = copy_together(layer, name="program")
+
+    assert duplicate.references[1][0]() is duplicate
+    assert duplicate.references[2]() is other
+    assert layer.references[1][0]() is layer

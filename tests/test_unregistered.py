@@ -25,6 +25,7 @@ from torch import nn
 
 import torchdelta as td
 from torchdelta import Verdict
+from torchdelta.program.sides import state_of
 
 DIVERGED, EQUIVALENT = Verdict.DIVERGED, Verdict.EQUIVALENT
 total = 0
@@ -1083,3 +1084,306 @@ def test_an_object_that_cannot_be_read_or_copied_does_not_end_the_check(make):
         return x * (2.0 if kept is not None else 3.0)
 
     assert td.check(call, (X,), candidate=call).verdict is EQUIVALENT
+
+
+class Label:
+    pass
+
+
+def keyed_by(kind, factor, order=1):
+    """Return a function that sums its outputs in a dict whose key is an object, an id or a parameter."""
+    torch.manual_seed(0)
+    linear, label = nn.Linear(3, 3, bias=False), Label()
+    sums = {}
+
+    def call(x):
+        y = linear(x[::order] if order > 0 else x.flip(0))
+        key = {"object": label, "id": id(linear), "parameter": linear.weight}[kind]
+        with torch.no_grad():
+            sums[key] = sums.get(key, torch.zeros(3)) + factor * y.square().mean(0)
+        return y.sum(0)
+
+    return call
+
+
+@pytest.mark.parametrize("kind", ["object", "id", "parameter"])
+def test_a_dict_keyed_by_objects_or_ids_is_compared_by_its_values(kind):
+    right = td.check(keyed_by(kind, 1.0), (X,), transform="aot_eager")
+    reordered = td.check(keyed_by(kind, 1.0), (X,), candidate=keyed_by(kind, 1.0, order=-1))
+    wrong = td.check(keyed_by(kind, 1.0), (X,), candidate=keyed_by(kind, 1.05))
+
+    assert (right.verdict, reordered.verdict) == (EQUIVALENT, EQUIVALENT)
+    assert wrong.verdict is DIVERGED
+    assert "buffers['sums.values()[0]']" in diverged(wrong)
+
+
+def test_values_that_two_functions_capture_by_one_name_are_both_state():
+    def scaled(weight):
+        return lambda x: x * weight
+
+    parts = [scaled(torch.full((3,), 2.0)), scaled(torch.full((3,), 3.0))]
+
+    state = state_of(lambda x: parts[0](x) + parts[1](x))
+
+    assert sorted(state.buffers) == ["weight", "weight′"]
+
+
+def advancing(make, count):
+    """Return a function that takes `count` items from an iterator of its own."""
+    batches = make()
+
+    def call(x):
+        for _ in range(count):
+            next(batches)
+        return x * 2
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: zip([1.0] * 9, [2.0] * 9, strict=True),
+        lambda: itertools.chain([1.0] * 9, [2.0]),
+        lambda: enumerate(zip([1.0] * 9, [2] * 9, strict=True)),
+        lambda: zip(enumerate([1.0] * 9), reversed([2] * 9), strict=True),
+    ],
+    ids=["zip", "chain", "nested", "zipped"],
+)
+def test_the_position_of_an_iterator_within_another_is_compared(make):
+    assert td.check(advancing(make, 2), (X,), candidate=advancing(make, 1)).verdict is DIVERGED
+    assert td.check(advancing(make, 2), (X,), candidate=advancing(make, 2)).verdict is EQUIVALENT
+
+
+class Trains(nn.Module):
+    """A training step that may forget its scheduler."""
+
+    def __init__(self, *, has_schedule):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(3, 1)
+        self.optimizer = torch.optim.SGD(self.linear.parameters(), lr=0.1)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)
+        self.steps_of = [self.schedule] if has_schedule else []
+
+    def forward(self, x):
+        self.optimizer.zero_grad()
+        loss = self.linear(x).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        for schedule in self.steps_of:
+            schedule.step()
+        return loss.detach()
+
+
+@pytest.mark.filterwarnings("ignore")  # dynamo warns where it breaks a graph
+def test_a_number_that_the_run_changes_in_an_object_of_a_package_is_compared():
+    dropped = td.check(Trains(has_schedule=True), (X,), candidate=Trains(has_schedule=False))
+    kept = td.check(Trains(has_schedule=True), (X,), candidate=Trains(has_schedule=True))
+    compiled = td.check(Trains(has_schedule=True), (X,), transform="aot_eager")
+
+    assert dropped.verdict is DIVERGED
+    assert "attributes['optimizer'].param_groups[0]['lr']" in diverged(dropped)
+    assert "attributes['schedule'].last_epoch" in diverged(dropped)
+    assert (kept.verdict, compiled.verdict) == (EQUIVALENT, EQUIVALENT)
+
+
+class Makes(nn.Module):
+    """A module whose call makes a counter and a buffer, as often as `makes` has items."""
+
+    def __init__(self, makes):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(3, 3)
+        self.makes = makes
+
+    def forward(self, x):
+        y = self.linear(x)
+        for _ in self.makes:
+            self.steps = getattr(self, "steps", 0) + 1
+            self.register_buffer("last", y.detach())
+        return torch.tanh(y)
+
+
+class MakesNothing(Makes):
+    def forward(self, x):
+        return torch.tanh(self.linear(x))
+
+
+class MakesNothingOfItsOwn(MakesNothing):
+    def __init__(self, makes):
+        super().__init__(makes)
+        self.others = 0
+
+
+def test_state_that_a_run_makes_is_compared_although_no_side_starts_with_its_name():
+    dropped = td.check(Makes([1]), (X,), candidate=MakesNothing([1]))
+    kept = td.check(Makes([1]), (X,), candidate=Makes([1]))
+    other_names = td.check(Makes([1]), (X,), candidate=MakesNothingOfItsOwn([1]))
+
+    assert dropped.verdict is DIVERGED
+    assert diverged(dropped) == ["buffers['last']", "attributes['steps']"]
+    assert kept.verdict is EQUIVALENT
+    assert other_names.verdict is Verdict.INCONCLUSIVE
+    assert "a run made this state" in other_names.stages[0].reason
+
+
+class Shares(nn.Module):
+    """A module that keeps its weight and its argument, each as `keep` returns it."""
+
+    def __init__(self, keep):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(3, 3)
+        self.keep = keep
+        self.target = None
+        self.last = None
+
+    def forward(self, x):
+        self.target = self.keep(self.linear.weight.detach())
+        self.last = self.keep(x)
+        return self.linear(x).tanh()
+
+
+@pytest.mark.parametrize("transform", ["aot_eager", "inductor"])
+def test_state_that_shares_memory_is_no_difference_under_a_compiler(transform):
+    assert td.check(Shares(torch.Tensor.detach), (X,), transform=transform).verdict is EQUIVALENT
+
+
+def test_state_that_shares_memory_on_one_side_alone_is_seen():
+    report = td.check(Shares(torch.Tensor.detach), (X,), candidate=Shares(torch.clone))
+
+    assert report.verdict is DIVERGED
+    assert diverged(report) == ["attributes['target']", "attributes['last']"]
+
+
+class Scripted(nn.Module):
+    def __init__(self, text):
+        super().__init__()
+        torch.manual_seed(0)
+        self.text = text
+        self.zcount = 4
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x):
+        self.zcount += 1
+        return self.linear(x)
+
+
+class ScriptedWithoutCount(Scripted):
+    def forward(self, x):
+        return self.linear(x)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.parametrize("text", ["plain", "a submodules { b", "a\nlr = 3\n    nosuch = 3\n"])
+def test_attributes_of_a_module_of_torchscript_are_compared_whatever_its_texts_say(text):
+    user = torch.jit.script(Scripted(text))
+
+    dropped = td.check(user, (X,), candidate=torch.jit.script(ScriptedWithoutCount(text)))
+    kept = td.check(user, (X,), candidate=torch.jit.script(Scripted(text)))
+
+    assert dropped.verdict is DIVERGED
+    assert diverged(dropped) == ["attributes['zcount']"]
+    assert kept.verdict is EQUIVALENT
+
+
+class CountingDict(collections.UserDict):
+    def __init__(self):
+        super().__init__()
+        self.hits = 0
+
+
+class CountingList(collections.UserList):
+    def __init__(self):
+        super().__init__()
+        self.hits = 0
+
+
+shared_dict, shared_list = CountingDict(), CountingList()
+
+
+class CountsHits(nn.Module):
+    def __init__(self, cache, step=1):
+        super().__init__()
+        self.cache, self.step = cache, step
+
+    def forward(self, x):
+        counter = shared_dict if self.cache == "dict" else shared_list
+        counter.hits += self.step
+        return x * min(counter.hits, 2)
+
+
+@pytest.mark.parametrize("cache", ["dict", "list"])
+def test_an_attribute_beside_the_data_of_a_global_container_is_put_back(cache):
+    assert td.check(CountsHits(cache), (X,), candidate=CountsHits(cache)).verdict is EQUIVALENT
+    assert td.check(CountsHits(cache), (X,), candidate=CountsHits(cache, 2)).verdict is DIVERGED
+    assert (shared_dict.hits, shared_list.hits) == (0, 0)
+
+
+locks, system_random = iter([threading.Lock(), threading.Lock()]), random.SystemRandom()
+
+
+class UsesUncopyable(nn.Module):
+    def __init__(self, factor=2):
+        super().__init__()
+        self.own = random.SystemRandom()
+        self.factor = factor
+
+    def forward(self, x):
+        next(locks, None)
+        system_random.random()
+        return x * self.factor
+
+
+def test_a_global_object_whose_copy_fails_is_named_and_does_not_end_the_check():
+    report = td.check(UsesUncopyable(), (X,), candidate=UsesUncopyable())
+
+    assert report.verdict is EQUIVALENT
+    assert any("system_random" in note for note in report.notes)
+    assert td.check(UsesUncopyable(), (X,), candidate=UsesUncopyable(3)).verdict is DIVERGED
+    assert next(locks, None) is not None
+
+
+def double(module, args, output):
+    return 2 * output
+
+
+class Swaps(nn.Module):
+    """A module whose call swaps its activation, or registers a hook."""
+
+    def __init__(self, swap):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(3, 3)
+        self.act = torch.sin
+        self.swap = swap
+
+    def forward(self, x):
+        y = self.act(self.linear(x))
+        self.swap(self)
+        return y
+
+
+def swap_activation(module):
+    module.act = torch.cos
+
+
+def register_hook(module):
+    module.linear.register_forward_hook(double)
+
+
+@pytest.mark.filterwarnings("ignore")  # dynamo warns where it breaks a graph
+@pytest.mark.parametrize(
+    ("swap", "path"),
+    [(swap_activation, "attributes['act']"), (register_hook, "attributes['linear.hooks[0]']")],
+    ids=["activation", "hook"],
+)
+def test_functions_that_a_run_stores_are_compared(swap, path):
+    dropped = td.check(Swaps(swap), (X,), candidate=Swaps(id))
+    kept = td.check(Swaps(swap), (X,), candidate=Swaps(swap))
+    compiled = td.check(Swaps(swap), (X,), transform="aot_eager")
+
+    assert dropped.verdict is DIVERGED
+    assert diverged(dropped) == [path]
+    assert (kept.verdict, compiled.verdict) == (EQUIVALENT, EQUIVALENT)

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 _REGISTRIES = frozenset(vars(torch.nn.Module())) - {"training"}
+_OF_SCRIPTS = frozenset(("_actual_script_module", "_c", "_concrete_type", "_initializing", "_name", "forward"))
+"""What a module of TorchScript keeps of itself in Python."""
 _HOOKS = tuple(sorted(name for name in _REGISTRIES if name.endswith("_hooks")))
 _COMPILERS = ("_torchdynamo", "_dynamo", "_is_torch_compile", "_compiled_call_impl")
 """How the names begin of the attributes that torch.compile adds to a module or a function."""
@@ -21,13 +22,15 @@ def own_attributes(module: torch.nn.Module) -> dict[str, Any]:
     """Return the attributes of a module by name, without torch's registries and without those that a compiler added.
 
     So parameters, buffers, submodules and hooks are left out, and `training` is not. Of a `GraphModule` only tensors
-    are returned: the rest is the graph itself, which no run changes.
+    are returned: the rest is the graph itself, which no run changes. Of a module of TorchScript, what
+    `script_attributes` returns is left out.
     """
     is_graph = isinstance(module, torch.fx.GraphModule)
+    of_torch = _REGISTRIES | _OF_SCRIPTS if isinstance(module, torch.jit.ScriptModule) else _REGISTRIES
     return {
         name: value
         for name, value in vars(module).items()
-        if name not in _REGISTRIES and not is_of_compiler(name) and (not is_graph or isinstance(value, torch.Tensor))
+        if name not in of_torch and not is_of_compiler(name) and (not is_graph or isinstance(value, torch.Tensor))
     }
 
 
@@ -43,10 +46,11 @@ def hooks_of(module: torch.nn.Module) -> list[Callable[..., Any]]:
 
 
 def script_attributes(module: torch.jit.ScriptModule) -> dict[str, Any]:
-    """Return the attributes of a module of TorchScript by name, without parameters, buffers, submodules and flags."""
+    """Return the attributes of a module of TorchScript by name, without parameters, buffers and submodules.
+
+    They are kept in C++; `own_attributes` returns those in Python.
+    """
     registered = {*dict(module.named_parameters()), *dict(module.named_buffers()), *dict(module.named_children())}
-    text = module._c.dump_to_str(False, True, False)
-    # attributes stand below those of the module itself, one level in; submodules have a text of their own
-    names = re.findall(r"^    (\w+) = ", text.partition("submodules {")[0], flags=re.MULTILINE)
-    known = {*registered, "training", "_is_full_backward_hook"}
+    known = {*registered, "_is_full_backward_hook"}
+    names = sorted(module._concrete_type.get_attributes())  # they come in no order
     return {name: module._c.getattr(name) for name in names if name not in known}

@@ -22,7 +22,15 @@ from torchdelta.check.baseline import Baseline
 from torchdelta.check.candidate import CandidateRun
 from torchdelta.check.decisions import reach_of_steps, settle_steps, with_count
 from torchdelta.check.kinds import LiftedSides, tell_kinds
-from torchdelta.check.pairing import complete, has_differences, is_state, pair_stage, state_name
+from torchdelta.check.pairing import (
+    common_aliases,
+    complete,
+    has_differences,
+    is_state,
+    is_undecided,
+    pair_stage,
+    state_name,
+)
 from torchdelta.check.quantized_layers import LayerwiseCheck
 from torchdelta.compare import self_test
 from torchdelta.compare.contract import Terms
@@ -255,11 +263,21 @@ class Check(JudgingSteps[Observation]):
             if doubt and stages and self.stages_by_default and not keeps_names:
                 self.notes.append(f"{name} were not compared: {_OWN_STATE}")
                 continue
+            doubt = doubt or self._doubt_new_names(of_one_side)
             doubt = doubt or candidate.untransformed() or candidate.unchanged() or baseline.shortfall
             stages.append(Stage.of(name, tuple(comparisons), doubt))
             self.unmatched += unmatched
         self._note_uncompared(uncompared)
         return stages
+
+    def _doubt_new_names(self, leaves: Sequence[UnmatchedLeaf]) -> str:
+        """Return why a stage without these leaves, which one side alone has, is in doubt: runs made some. Empty if not.
+
+        The candidate did not start with the same names as the program, so it may have the same state elsewhere.
+        """
+        sides = self.baseline.reference, self.candidate.observation
+        paths = [leaf.path for leaf in leaves if is_undecided(leaf, *sides)]
+        return f"{_first_four(paths)}: a run made this state, and the other side has none of this name" if paths else ""
 
     def _note_uncompared(self, leaves: Sequence[UnmatchedLeaf]) -> None:
         """Add a note on how many leaves have a name on one side only, and one on how many have other initial values.
@@ -321,7 +339,7 @@ class Check(JudgingSteps[Observation]):
             leaves,
             others,
             truth.stages.get(stage) if truth else None,
-            (reference.aliases, candidate.aliases),
+            common_aliases(reference, candidate),
             runs,
         )
         return [with_count(comparison, undecided) for comparison in comparisons], unmatched, renamed

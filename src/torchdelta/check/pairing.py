@@ -2,7 +2,8 @@
 
 A name that one side does not know at all is a matter of naming, and state that starts from other values is a matter of
 the implementation: neither is compared. A name that both sides know, and for which only one side has a leaf, is a
-difference. Start with `pair_stage`.
+difference. So is a name that the run of one side made, if both sides start with the same names; if they do not, it may
+be either (`is_undecided`). Start with `pair_stage`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torchdelta._torch import tensors
 from torchdelta.compare.leaves import Leaves, describe
 from torchdelta.program.stages import Observation
+from torchdelta.program.unregistered import is_attribute
 from torchdelta.records.comparison import UnmatchedLeaf
 
 _STATE = re.compile(
@@ -33,16 +35,28 @@ def pair_stage(
     the candidate, is left out of the leaves. With `keeps_names`, a pass may have weights of its own: if a parameter or
     buffer that neither side writes to starts from other values, it is left out, and so are those that one side alone
     has. State that a side writes to, and unregistered state, has to be there on both. If nothing starts from other
-    values, all leaves are returned, with an empty list.
+    values, all leaves are returned, with an empty list. State that a run made has to be there on both, too, if both
+    sides start with the same names.
     """
-    own, written = candidate.other_starts, frozenset[str]()
+    has_same_names = reference.start_names == candidate.start_names
+    own, written = candidate.other_starts, _new_names(reference, candidate) if has_same_names else frozenset[str]()
     if keeps_names:
-        written = frozenset(reference.written | candidate.written)
+        written |= reference.written | candidate.written
         own = own - written
         if not own:
             return reference.stages.get(stage, {}), candidate.stages.get(stage, {}), []
         written |= {name for each in (reference, candidate) for name in each.state_names - own if is_state(name)}
     return common_state(stage, reference, candidate, own, kept=written)
+
+
+def _new_names(reference: Observation, candidate: Observation) -> frozenset[str]:
+    """Return the names of state that the run of either side made."""
+    return frozenset(reference.new_names | candidate.new_names)
+
+
+def is_undecided(leaf: UnmatchedLeaf, reference: Observation, candidate: Observation) -> bool:
+    """Tell whether state of one side only was made by its run, and may be the same as other state of the other side."""
+    return state_name(leaf.path) in _new_names(reference, candidate)
 
 
 def complete(stage: str, observations: Sequence[Observation]) -> None:
@@ -54,7 +68,7 @@ def complete(stage: str, observations: Sequence[Observation]) -> None:
 
 def is_state(path: str) -> bool:
     """Tell whether a path is one of unregistered state, such as `attributes['cache'][0]`."""
-    return (state_name(path) or "").startswith("attributes")
+    return is_attribute(state_name(path) or "")
 
 
 def has_differences(reference: Observation, candidate: Observation) -> bool:
@@ -121,6 +135,27 @@ def common_state(
             if path in unknown and path not in listed
         ]
     return common[0], common[1], renamed
+
+
+def common_aliases(
+    reference: Observation, candidate: Observation
+) -> tuple[dict[str, frozenset[str]], dict[str, frozenset[str]]]:
+    """Return the aliases of both sides; those of unregistered state are with values whose names both sides know."""
+    sides = reference, candidate
+    known = reference.state_names & candidate.state_names
+
+    def is_common(path: str) -> bool:
+        name = state_name(path)
+        return name is None or name in known
+
+    first, second = (
+        {
+            path: frozenset(filter(is_common, others)) if is_state(path) else others
+            for path, others in side.aliases.items()
+        }
+        for side in sides
+    )
+    return first, second
 
 
 def state_name(path: str) -> str | None:

@@ -40,9 +40,12 @@ SUSPECT = 100.0
 def rests_on_steadiness(comparison: Comparison) -> bool:
     """Tell whether a verdict is right only if the reference is the same each time it runs.
 
-    That holds for a divergence. It also holds if the values differ and their noise is more than `SUSPECT` times the
-    rounding of a single operation: it may come from other random numbers.
+    That holds for a divergence, and for any doubt about unregistered state, which may be an `id` or a time. It also
+    holds if the values differ and their noise is more than `SUSPECT` times the rounding of a single operation: it may
+    come from other random numbers.
     """
+    if comparison.verdict is Verdict.INCONCLUSIVE and is_state(comparison.path):
+        return True
     floor = float(comparison.details.get("floor", 0.0))
     is_suspect = comparison.noise is not None and comparison.noise > SUSPECT * floor
     return comparison.verdict is Verdict.DIVERGED or (is_suspect and _differs(comparison))

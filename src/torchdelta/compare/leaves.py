@@ -43,6 +43,8 @@ _NAMED = (
     np.generic,
 )
 """Types whose equal values have equal texts, so that a path can hold them."""
+_LEAST_ADDRESS = 2**22
+"""No object of a process lies below this address: programs are loaded at 0x400000 or above."""
 _ATOMS = (
     *_NAMED,
     *(bytearray, range, slice, os.PathLike, torch.memory_format, ModuleType, FunctionType, BuiltinFunctionType),
@@ -255,17 +257,31 @@ def _items(value: Any) -> list[Child] | None:
 
 
 def _entries(mapping: Any) -> Iterator[Child]:
-    """Yield the values of a mapping as (`[key]`, value) in its order.
+    """Yield the values of a mapping as (`step_to` it, value) in its order.
 
-    A key whose `repr` does not identify it, such as a tensor, is yielded as a child of its own, at `.keys()[index]`,
-    before its value at `.values()[index]`.
+    A key that names no step is yielded as a child of its own, at `.keys()[index]`, before its value.
     """
     for index, (key, item) in enumerate(mapping.items()):
-        if all(isinstance(part, _NAMED) for part in (key if isinstance(key, tuple) else (key,))):
-            yield f"[{key!r}]", item
-        else:  # two tensors or objects may have the same text, and a text may hold an address
+        if not _is_name(key):
             yield f".keys()[{index}]", key
-            yield f".values()[{index}]", item
+        yield step_to(key, index), item
+
+
+def step_to(key: Any, index: int) -> str:
+    """Return the step to the value of a mapping's key, the one at this index: `[key]`, or `.values()[index]`.
+
+    It is the latter for keys whose text does not identify them, or not in another run: objects, tensors, and integers
+    that may be the `id` of an object.
+    """
+    return f"[{key!r}]" if _is_name(key) else f".values()[{index}]"
+
+
+def _is_name(key: Any) -> bool:
+    """Tell whether a key, or each part of one that is a tuple, has a text that identifies it in every run."""
+    return all(
+        isinstance(part, _NAMED) and not (isinstance(part, (int, np.integer)) and part >= _LEAST_ADDRESS)
+        for part in (key if isinstance(key, tuple) else (key,))
+    )
 
 
 def _order(item: Any) -> tuple[int, Any]:

@@ -20,6 +20,8 @@ import copy
 import dis
 import functools
 import math
+import operator
+import random
 import sys
 import sysconfig
 import weakref
@@ -41,6 +43,7 @@ import numpy as np
 import torch
 
 from torchdelta._torch import modules, tensors
+from torchdelta.compare.leaves import step_to
 from torchdelta.errors import ProgramError
 from torchdelta.program.hidden_state import GENERATORS_OF_PROCESS, has_hidden_state, hidden_state, is_builtin_iterator
 
@@ -76,6 +79,8 @@ def copy_together(values: Any, *, name: str, convert: Convert = lambda dtype: dt
     # and the generators of the process too, which the seed of a run rules
     memo.update({id(value): value for value in GENERATORS_OF_PROCESS})
     memo.update({id(value): value.clone_state() for value in objects if isinstance(value, torch.Generator)})
+    # this one draws from the system, and has no state
+    memo.update({id(value): value for value in objects if isinstance(value, random.SystemRandom)})
     try:
         _copy_tensors([value for value in objects if isinstance(value, torch.Tensor)], memo, convert)
         for function, shell in _function_shells(objects, memo):
@@ -371,21 +376,24 @@ def _rebind(duplicate: Any, memo: dict[int, Any], originals: Set[int]) -> Any:
                 if is_filled(cell) and (value := _rebound(cell.cell_contents, memo)) is not cell.cell_contents:
                     cell.cell_contents = value
         for entries in (getattr(holder, "__dict__", None), holder):
-            if isinstance(entries, dict):
-                changed = {
-                    name: value for name, entry in entries.items() if (value := _rebound(entry, memo)) is not entry
-                }
-                entries.update(changed)
-        if isinstance(holder, list):
-            holder[:] = [_rebound(entry, memo) for entry in holder]
+            if isinstance(entries, (dict, list)):
+                items = list(dict.items(entries) if isinstance(entries, dict) else enumerate(list.__iter__(entries)))
+                # a subclass may refuse to be written to
+                write: Any = dict.__setitem__ if isinstance(entries, dict) else list.__setitem__
+                for key, entry in items:
+                    if (value := _rebound(entry, memo)) is not entry:
+                        write(entries, key, value)
     return duplicate
 
 
 def _rebound(value: Any, memo: dict[int, Any]) -> Any:
     """Return what refers to the copies in place of a bound method, weak reference or cached function, or the value.
 
-    A cached function becomes a new one with an empty cache.
+    A cached function becomes a new one with an empty cache, and a plain tuple with such a value a new tuple.
     """
+    if type(value) is tuple:
+        parts = tuple(_rebound(part, memo) for part in value)
+        return value if all(map(operator.is_, parts, value)) else parts
     if isinstance(value, MethodType) and id(value.__func__) in memo:
         return MethodType(memo[id(value.__func__)], value.__self__)
     if type(value) is weakref.ref and (referent := value()) is not None and id(referent) in memo:
@@ -417,7 +425,8 @@ def children(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the objects that a value holds directly, each as (name, object): attributes, slots, items, captured values.
 
     Plain values, tensors, classes and Python modules yield nothing. A function yields what it captures, a bound method
-    its object and its function, an iterator what it is made of. A mapping yields its values, and not its keys.
+    its object and its function, an iterator what it is made of. A mapping yields its values, and not its keys. A name
+    is that of an attribute or a captured value, a key that is a text, or a step, such as `[0]` or `.values()[0]`.
     """
     if isinstance(value, (*_ATOMS, torch.Tensor, type, ModuleType)):
         return
@@ -435,7 +444,8 @@ def children(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"args[{index}]", item) for index, item in enumerate(value.args))
         yield from value.keywords.items()
     elif isinstance(value, Mapping):
-        yield from ((str(key), item) for key, item in value.items())
+        for index, (key, item) in enumerate(value.items()):
+            yield key if isinstance(key, str) else step_to(key, index), item
     elif isinstance(value, (list, tuple, Set, collections.deque)):
         yield from ((f"[{index}]", item) for index, item in enumerate(value))
     elif is_builtin_iterator(value):

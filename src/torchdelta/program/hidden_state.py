@@ -16,6 +16,7 @@ import array
 import collections.abc
 import contextlib
 import contextvars
+import copy
 import ctypes
 import functools
 import io
@@ -84,6 +85,13 @@ def is_unreadable(value: Any) -> bool:
 def can_rewind(value: Any) -> bool:
     """Tell whether `rewind` can give an object with hidden state an earlier one."""
     return not is_builtin_iterator(value) or isinstance(value, _INDEXED)
+
+
+def duplicate_of(value: Any) -> Any:
+    """Return a copy of an object with hidden state, for `rewind`; it may raise. An iterator's has the same items."""
+    if isinstance(value, torch.Generator):
+        return value.clone_state()
+    return copy.copy(value) if is_builtin_iterator(value) else copy.deepcopy(value)
 
 
 def rewind(value: Any, before: Any) -> None:

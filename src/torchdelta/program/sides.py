@@ -150,6 +150,8 @@ def state_of(call: Callable[..., Any]) -> State:
     def add(kind: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> None:
         if id(tensor) not in known:
             known.add(id(tensor))
+            while name in kind:  # two functions may capture values of one name
+                name += "′"
             kind[name] = tensor
 
     for name, holder in state_holders(call):
@@ -182,7 +184,7 @@ def _holders(value: Any, name: str, visited: set[int]) -> Iterator[tuple[str, to
 
     `visited` has ids, and every object that is looked at is added to it. Classes are skipped. A value that a function
     captures has its own name. The object and function of a bound method, and the function of a partial, are called
-    `name` too. A value within any other object is called `name.inner`, or `inner` if `name` is empty.
+    `name` too. A value within any other object is called `name.inner` or `name[inner]`, or `inner` if `name` is empty.
     """
     if id(value) in visited or isinstance(value, type):
         return
@@ -195,5 +197,5 @@ def _holders(value: Any, name: str, visited: set[int]) -> Iterator[tuple[str, to
         if is_function:  # a captured value has a name of its own: `model.weight`, not `closure.model.weight`
             path = name if inner in ("__self__", "__func__", "func") else inner
         else:
-            path = f"{name}.{inner}" if name else inner
+            path = f"{name}{inner}" if inner.startswith(("[", ".")) or not name else f"{name}.{inner}"
         yield from _holders(child, path, visited)

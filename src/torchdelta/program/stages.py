@@ -28,12 +28,12 @@ from torchdelta._torch import tensors
 from torchdelta._torch.process import runtime
 from torchdelta.compare.judge import is_inexact
 from torchdelta.compare.kernels import measure
-from torchdelta.compare.leaves import Container, Leaves, leaves_of
+from torchdelta.compare.leaves import Container, Leaves, leaves_of, step_to
 from torchdelta.program.copies import Convert, copy_together
 from torchdelta.program.examples import randomise
 from torchdelta.program.hidden_state import GENERATORS, hidden_state
 from torchdelta.program.sides import Side, registered_in
-from torchdelta.program.unregistered import PLAIN, attributes_of, name_of
+from torchdelta.program.unregistered import PLAIN, UnregisteredState, attributes_of, is_attribute, name_of
 from torchdelta.registry import Registry
 
 _ABSENT = Container("nothing")
@@ -79,6 +79,8 @@ class Observation:
     aliases: dict[str, frozenset[str]] = field(default_factory=dict)
     state_names: set[str] = field(default_factory=set)
     """The paths of all parameters, buffers and attributes of the side, also those that no stage records."""
+    start_names: set[str] = field(default_factory=set)
+    """The names that the side had before its run, of the same kinds as `state_names`."""
     other_starts: set[str] = field(default_factory=set)
     """Those of `state_names` that have other values before the run than in the program: another implementation's."""
     written: set[str] = field(default_factory=set)
@@ -91,6 +93,11 @@ class Observation:
     is_differentiable: bool = False
     cotangent_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     """The dtypes of the tensors that had a cotangent, by path."""
+
+    @property
+    def new_names(self) -> set[str]:
+        """Those of `state_names` that the run itself made."""
+        return self.state_names - self.start_names
 
     def complete(self, stage: str, paths: Iterable[str]) -> None:
         """Add the leaves at these paths from `untouched` to a stage; do nothing if the stage did not run.
@@ -174,8 +181,10 @@ class _Observer:
         self.start = side.start or original
         self.original_tensors = _tensors_in({**_inputs(original), **_registered(self.start)})
         # a side whose state has names of its own has other unregistered state than the original
-        unregistered = self.start.unrun.leaves if side.names is None or side.start is not None else {}
-        self.original_unregistered = {**_plain_leaves(_inputs(original)), **unregistered}
+        is_known = side.names is None or side.start is not None
+        unrun = self.start.unrun if is_known else UnregisteredState()
+        self.original_installed = unrun.installed
+        self.original_unregistered = {**_plain_leaves(_inputs(original)), **unrun.leaves, **unrun.installed}
         self.given = original.args, original.kwargs
         """The user's inputs, or the last random ones, as they were before a call: steps take copies of them."""
         self.observation = Observation()
@@ -202,8 +211,10 @@ class _Observer:
     def _run(self) -> Observation:
         """Run the stages of the plan in their order and return the observation; SideFailed if user code raises.
 
-        If the side has a start of its own, `other_starts` of the observation is set first.
+        The `start_names` of the observation are set first, and `other_starts` if the side has a start of its own.
         """
+        unregistered = map(name_of, filter(is_attribute, self.original_unregistered))
+        self.observation.start_names = {*registered_in(self.start.state), *unregistered}
         if self.side.start is not None:
             self.observation.other_starts = self._find_other_starts(self.side.start)
         for iteration in range(self.plan.iterations + len(self.plan.further)):
@@ -266,8 +277,14 @@ class _Observer:
         return outputs
 
     def _read_unregistered(self) -> Leaves:
-        """Return the side's unregistered state as it is now, and the plain values in its inputs, by path."""
-        return {**_plain_leaves(_inputs(self.side)), **self.side.reach().leaves}
+        """Return the side's unregistered state as it is now, and the plain values in its inputs, by path.
+
+        Plain values of installed packages that were not there before the run are left out, and those that are gone are
+        as they were: a package may keep caches of its own.
+        """
+        now = self.side.reach()
+        installed = {path: now.installed.get(path, value) for path, value in self.original_installed.items()}
+        return {**_plain_leaves(_inputs(self.side)), **now.leaves, **installed}
 
     def _draw_inputs(self, iteration: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return copies of the original's inputs with random values, drawn in the original's dtypes.
@@ -322,7 +339,9 @@ class _Observer:
                 leaves.update(_snapshots(tensor.grad, f"{path}.grad"))
         self.observation.state_names.update(registered_in(self.side.state))
         self._record_unregistered("forward", prefix, self.original_unregistered)
-        self.observation.aliases.update({prefix + path: others for path, others in _aliases(outputs, around).items()})
+        kept = {path: leaf for path, leaf in self.unregistered.items() if isinstance(leaf, torch.Tensor)}
+        aliases = _aliases(_tensors_in({"outputs": outputs}), around, kept)
+        self.observation.aliases.update({prefix + path: others for path, others in aliases.items()})
 
     def _record_unregistered(self, stage: str, prefix: str, before: Leaves) -> None:
         """Record the unregistered state and plain inputs that are not as in `before`; list the rest in `untouched`.
@@ -340,8 +359,7 @@ class _Observer:
                 leaves[prefix + path] = _snapshot(leaf)
         removed = [path for path in before if path not in self.unregistered]
         leaves.update({prefix + path: _ABSENT for path in removed})
-        names = (path for path in (*self.unregistered, *removed) if path.startswith("attributes"))
-        self.observation.state_names.update(map(name_of, names))
+        self.observation.state_names.update(map(name_of, filter(is_attribute, (*self.unregistered, *removed))))
 
     def _is_same(self, leaf: Any, original: Any) -> bool:
         """Tell whether a leaf equals the original's: a tensor by `_is_unchanged`, any other by `_is_equal`."""
@@ -494,15 +512,15 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, trained: Mapping[str, tor
     """Return an optimizer's state by the names of the trained parameters, in their order.
 
     An optimizer may have only some of them, in an order of its own. State of any other tensor goes by its place among
-    the optimizer's parameters, and other entries go by their keys.
+    the optimizer's parameters, and other entries go by their keys, or by `step_to` them.
     """
     names = {id(tensor): name for name, tensor in trained.items()}
     own = [tensor for group in optimizer.param_groups for tensor in group["params"]]
     for index, tensor in enumerate(own):
         names.setdefault(id(tensor), f"params[{index}]")
     state = {
-        names.get(id(key), "another tensor") if isinstance(key, torch.Tensor) else str(key): entry
-        for key, entry in optimizer.state.items()
+        key if isinstance(key, str) else names.get(id(key), step_to(key, index)): entry
+        for index, (key, entry) in enumerate(optimizer.state.items())
     }
     return {name: state[name] for name in (*trained, *state) if name in state}
 
@@ -644,18 +662,21 @@ def _is_equal(value: Any, original: Any) -> bool:
     return value is original or bool(value == original or (value != value and original != original))
 
 
-def _aliases(outputs: Any, around: Mapping[str, torch.Tensor]) -> dict[str, frozenset[str]]:
-    """Return, for the path of each output tensor, the paths of all other tensors that share its storage.
+def _aliases(
+    returned: Mapping[str, torch.Tensor], around: Mapping[str, torch.Tensor], kept: Mapping[str, torch.Tensor]
+) -> dict[str, frozenset[str]]:
+    """Return, for the path of each returned or kept tensor, the paths of all other tensors that share its storage.
 
-    These are other outputs, and the inputs, parameters and buffers in `around`. The set is empty if there are none.
+    Those of an output are other outputs, and the inputs, parameters and buffers in `around`. Those of unregistered
+    state, `kept`, may be such state too. The set is empty if there are none.
     """
-    returned = _tensors_in({"outputs": outputs})
     by_storage: dict[int, list[str]] = {}
-    for path, tensor in (*returned.items(), *around.items()):
-        if key := tensors.storage_key(tensor):
+    keys = {path: tensors.storage_key(tensor) for path, tensor in (*returned.items(), *around.items(), *kept.items())}
+    for path, key in keys.items():
+        if key:
             by_storage.setdefault(key, []).append(path)
-    partners = {path: paths for paths in by_storage.values() for path in paths}
-    return {path: frozenset(partners.get(path, ())) - {path} for path in returned}
+    partners = {path: frozenset(by_storage.get(keys[path] or 0, ())) - {path} for path in (*returned, *kept)}
+    return {path: paths - kept.keys() if path in returned else paths for path, paths in partners.items()}
 
 
 def _named_snapshots(values: Mapping[str, Any], path: str) -> Leaves:

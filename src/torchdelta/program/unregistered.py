@@ -7,7 +7,8 @@ One walk over everything that the callable reaches names each tensor, number, te
     attributes['Decoder.calls']             # an attribute of the user's class
 
 Two walks, before and after a run, show what the run has changed. Objects of installed packages are searched for tensors
-alone, because their other contents (caches, loggers, counters) change for reasons of their own.
+and plain values, which are kept apart: many of these come and go (caches, loggers), but one that a run changes, such as
+a learning rate in an optimizer, is state of the program.
 
 Classes, and the globals that methods use, are not copied with a program: all sides share them. The walk remembers them
 in a `SharedState`, which puts them back so that each run starts from the same values.
@@ -19,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import copy
 import dataclasses
 import datetime
 import decimal
@@ -32,7 +32,15 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from enum import Enum
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    FunctionType,
+    MethodDescriptorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any
 
 import numpy as np
@@ -41,7 +49,15 @@ import torch
 from torchdelta._torch import modules
 from torchdelta.compare.leaves import Container, Leaves, children_of, container_of, is_cache
 from torchdelta.program import copies
-from torchdelta.program.hidden_state import GENERATORS, Parts, can_rewind, hidden_state, is_unreadable, rewind
+from torchdelta.program.hidden_state import (
+    GENERATORS,
+    Parts,
+    can_rewind,
+    duplicate_of,
+    hidden_state,
+    is_unreadable,
+    rewind,
+)
 from torchdelta.program.restore import refill
 
 PLAIN = (
@@ -101,6 +117,8 @@ class UnregisteredState:
     """What a callable reaches: the leaves of its unregistered state by path, and the state that all sides share."""
 
     leaves: Leaves = field(default_factory=dict)
+    installed: Leaves = field(default_factory=dict)
+    """The plain values below objects of installed packages, by path."""
     shared: SharedState = field(default_factory=SharedState)
     unread: dict[str, str] = field(default_factory=dict)
     """The classes of objects whose state cannot be read, or not be put back for the next side, by path."""
@@ -116,7 +134,7 @@ def reached_by(call: Callable[..., Any], registered: Mapping[str, torch.Tensor])
     """
     walk = _Walk({id(tensor): path for path, tensor in registered.items()})
     walk.run(call)
-    return UnregisteredState(walk.leaves, walk.shared, walk.unread)
+    return UnregisteredState(walk.leaves, walk.installed_values, walk.shared, walk.unread)
 
 
 def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
@@ -127,6 +145,11 @@ def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return {}
     return {name: value for name, value in vars(tensor).items() if not modules.is_of_compiler(name)}
+
+
+def is_attribute(path: str) -> bool:
+    """Tell whether a path is one of unregistered state, as `_Place.path` makes them."""
+    return path.startswith("attributes[")
 
 
 def name_of(path: str) -> str:
@@ -154,8 +177,8 @@ class _Place:
     """Whether it belongs to an object of an installed package."""
     is_shared: bool = False
     """Whether all sides share it."""
-    above: tuple[int, ...] = ()
-    """The ids of the containers that it is in."""
+    above: tuple[Any, ...] = ()
+    """The containers that it is in; they are kept, because another object may get the id of one that is gone."""
 
     @property
     def path(self) -> str:
@@ -164,7 +187,7 @@ class _Place:
 
     def child(self, step: str, value: Any) -> _Place:
         """Return the place of an item or attribute of this object."""
-        return dataclasses.replace(self, steps=self.steps + step, value=value, above=(*self.above, id(self.value)))
+        return dataclasses.replace(self, steps=self.steps + step, value=value, above=(*self.above, self.value))
 
     def member(self, name: str, value: Any) -> _Place:
         """Return the place of an attribute of a module or another named holder: its name goes on with a dot."""
@@ -180,12 +203,13 @@ class _Place:
 
 
 class _Walk:
-    """One walk over a callable; `leaves`, `shared` and `unread` are its results."""
+    """One walk over a callable; `leaves`, `installed_values`, `shared` and `unread` are its results."""
 
     def __init__(self, registered: Mapping[int, str]) -> None:
         """Take the paths of the registered tensors by id; nothing is visited yet."""
         self.registered = registered
         self.leaves: Leaves = {}
+        self.installed_values: Leaves = {}
         self.shared = SharedState()
         self.unread: dict[str, str] = {}
         # objects are kept too, because another object may get the id of one that is gone
@@ -199,21 +223,31 @@ class _Walk:
         waiting = [_Place("", "", call)]
         while waiting:
             waiting.extend(reversed(list(self._visit(waiting.pop()))))
+        self._name_ids()
+
+    def _name_ids(self) -> None:
+        """Replace the leaves that are the `id` of an object that was met by a `Container` that names its path.
+
+        An id is another number in each copy of a program, or by chance the same.
+        """
+        paths = {**self.registered, **{key: path for key, (_, path) in self.visited.items() if path}}
+        for path, leaf in self.leaves.items():
+            if type(leaf) is int and leaf in paths:
+                self.leaves[path] = Container(f"the id of {paths[leaf]}")
 
     def _visit(self, place: _Place) -> Iterator[_Place]:
         """Record the leaf at a place, if it is one, and yield the places that it reaches.
 
-        A plain value below an object of an installed package is not recorded, nor is an object there whose state is
-        hidden, except for random generators; Python modules are skipped. An object with hidden state that all sides
-        share is added to `shared.hidden` too.
+        Below an object of an installed package, plain values are recorded in `installed_values`, and objects whose
+        state is hidden are not recorded, except for random generators; Python modules are skipped. An object with
+        hidden state that all sides share is added to `shared.hidden` too.
         """
         value = place.value
         if isinstance(value, torch.Tensor):
             self._record(place, self._tensor_leaf(value))
             yield from self._attributes_of(place, value)
         elif isinstance(value, PLAIN):
-            if not place.is_installed:
-                self._record(place, value)
+            self._record(place, value)
         elif isinstance(value, (bytearray, np.ndarray)) and not getattr(value, "dtype", np.dtype(int)).hasobject:
             self._record(place, bytes(value) if isinstance(value, bytearray) else value)
         elif isinstance(value, GENERATORS):
@@ -231,9 +265,11 @@ class _Walk:
         elif isinstance(value, torch.nn.Module):
             yield from self._visit_module(place, value)
         elif isinstance(value, _FUNCTIONS):
+            self._record_function(place, value)
             yield from self._visit_function(place, value)
-        elif isinstance(value, copies.BOUND_BUILTINS):
-            if copies.has_state(value.__self__):
+        elif isinstance(value, (*copies.BOUND_BUILTINS, MethodDescriptorType)):
+            self._record_function(place, value)
+            if isinstance(value, copies.BOUND_BUILTINS) and copies.has_state(value.__self__):
                 yield dataclasses.replace(place, value=value.__self__)
         elif not isinstance(value, ModuleType):
             yield from self._visit_object(place, value)
@@ -241,12 +277,15 @@ class _Walk:
     def _visit_hidden(self, place: _Place, state: Parts) -> Iterator[_Place]:
         """Record the leaves of an object's hidden state, and yield the places of what an iterator is made of.
 
-        A state that all sides share is added to `shared.hidden`, with a copy.
+        A state that all sides share is added to `shared.hidden`, with a copy, or to `unread` if it cannot be copied.
         """
         value = place.value
         if place.is_shared:
-            is_torch = isinstance(value, torch.Generator)
-            self.shared.hidden.append((value, value.clone_state() if is_torch else copy.deepcopy(value)))
+            try:
+                self.shared.hidden.append((value, duplicate_of(value)))
+            except Exception:  # a source of randomness of the system, for example
+                self.unread[place.path] = type(value).__name__
+                return
         for step, part in state:
             if isinstance(part, tuple):
                 yield place.child(step, part)
@@ -254,11 +293,29 @@ class _Walk:
                 self._record(place.child(step, part), part)
 
     def _record(self, place: _Place, leaf: Any) -> None:
-        """Add a leaf to `leaves` by its path; if that is taken, primes (′) are appended to it until it is free."""
+        """Add a leaf to `leaves` by its path, or to `installed_values` if it is plain and below an installed object.
+
+        If the path is taken, primes (′) are appended to it until it is free.
+        """
         path = place.path
-        while path in self.leaves:
+        while path in self.leaves or path in self.installed_values:
             path += "′"
-        self.leaves[path] = leaf
+        leaves = self.installed_values if place.is_installed and isinstance(leaf, PLAIN) else self.leaves
+        leaves[path] = leaf
+
+    def _record_function(self, place: _Place, function: Any) -> None:
+        """Record a `Container` that names a function, which a run may replace by another; not the callable itself.
+
+        Another implementation defines functions of its own elsewhere, so the user's go by their plain name. Bound
+        methods and partials are recorded by what they are made of. Nothing is recorded for functions of classes and
+        globals, or below an object of an installed package.
+        """
+        is_compound = isinstance(function, (MethodType, functools.partial))
+        if not place.name or place.is_shared or place.is_installed or is_compound:
+            return
+        is_own = isinstance(function, FunctionType) and not copies.is_installed(function)
+        name = function.__name__ if is_own else f"{getattr(function, '__module__', None)}.{function.__qualname__}"
+        self._record(place, Container(f"the function {name}"))
 
     def _attributes_of(self, place: _Place, tensor: torch.Tensor) -> Iterator[_Place]:
         """Yield the places of a tensor's `attributes_of`, unless the tensor was met before."""
@@ -404,10 +461,10 @@ class _Walk:
     def _visit_object(self, place: _Place, value: Any) -> Iterator[_Place]:
         """Record a `Container` for an object or container, and yield the places of its attributes or items.
 
-        An installed object that is neither a container nor a dataclass is not recorded, nor are plain values below it;
-        one of the standard library is left out. Of the callable itself only the attributes are yielded. A large
-        container of plain values becomes a few leaves. An object that was met before yields nothing, and a plain
-        container inside of itself neither. A value that all sides share is added to `shared`.
+        An installed object that is neither a container nor a dataclass is not recorded, nor are large containers of
+        plain values below it; one of the standard library is left out. Of the callable itself only the attributes are
+        yielded. A large container of plain values becomes a few leaves. An object that was met before yields nothing,
+        and a plain container inside of itself neither. A value that all sides share is added to `shared`.
         """
         kind = type(value)
         is_container = isinstance(value, _DATA)
@@ -421,7 +478,7 @@ class _Walk:
             is_data = dataclasses.is_dataclass(value)
             place = dataclasses.replace(place, is_installed=place.is_installed or not is_data)
         if is_container and not is_own:
-            if id(value) in place.above:
+            if any(value is container for container in place.above):
                 return
         elif not self._is_new(value, place):
             return
@@ -450,16 +507,16 @@ class _Walk:
             self.shared.cells.extend((cell, cell.cell_contents) for cell in cells)
 
     def _remember(self, value: Any) -> None:
-        """Add a container, or the dict of an object's attributes, with a shallow copy of it to `shared.contents`, once.
+        """Add a container, and the dict of an object's attributes, with shallow copies to `shared.contents`, once.
 
-        Nothing is added for an object without such a dict.
+        Of a `UserDict` or `UserList`, what it wraps is such a container.
         """
-        if isinstance(value, (collections.UserList, collections.UserDict)):
-            value = value.data
-        is_plain = isinstance(value, (list, dict, set, collections.deque))
-        container = value if is_plain else getattr(value, "__dict__", None)
-        if container is not None and id(container) not in self.shared.contents:
-            self.shared.contents[id(container)] = (container, container.copy())
+        items = value.data if isinstance(value, (collections.UserList, collections.UserDict)) else value
+        containers: tuple[Any, Any] = items, getattr(value, "__dict__", None)
+        for container in containers:
+            is_plain = isinstance(container, (list, dict, set, collections.deque))
+            if is_plain and id(container) not in self.shared.contents:
+                self.shared.contents[id(container)] = (container, container.copy())
 
 
 def _children(value: Any) -> list[tuple[str, Any]]:
