@@ -1,6 +1,5 @@
 """The exception that a program raises is a result: a candidate that does not raise it has diverged."""
 
-import itertools
 import json
 
 import pytest
