@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
-from torchdelta._torch.modes.decisions import NEAR, Choice, Decided, DecisionRecord, DecisionReplay, MarginWatch
+from torchdelta._torch.modes.decisions import NEAR, Choice, DecisionMargins, DecisionRecord, DecisionReplay, MarginWatch
 from torchdelta._torch.modes.noisy import Noisy
 from torchdelta.compare.judge import is_inexact
 from torchdelta.compare.leaves import Leaves
@@ -388,7 +388,7 @@ def _explained(comparison: Comparison, followed: Comparison | None, semantic: Co
 class _LeafMargins:
     """The margins of one leaf in the truth, and by how much correct runs move them."""
 
-    decided: Decided
+    decided: DecisionMargins
     noise: float
     operand_noise: float = 0.0
     """By how much correct runs move the operand of the rounding that decided, if that is known."""

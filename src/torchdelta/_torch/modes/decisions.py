@@ -361,7 +361,7 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class _ChosenAmong(Origin):
+class _ChoiceOrigin(Origin):
     """Elements are indices, and each was chosen among the values of its row."""
 
     values: torch.Tensor
@@ -378,7 +378,7 @@ class _ChosenAmong(Origin):
 
 
 @dataclass(frozen=True)
-class _ExtremeAmong(Origin):
+class _ExtremeOrigin(Origin):
     """Elements are maxima of rows, in which each value becomes the other one if its comparison is decided otherwise."""
 
     values: torch.Tensor
@@ -407,7 +407,7 @@ class _ExtremeAmong(Origin):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decided:
+class DecisionMargins:
     """What is known of the decisions behind a tensor."""
 
     margins: torch.Tensor
@@ -433,7 +433,7 @@ class Decided:
         """Margins that are those of the same decisions in every run."""
         return self.sources or (self.margins,)
 
-    def moved(self, move: Callable[[torch.Tensor], Any]) -> Decided:
+    def moved(self, move: Callable[[torch.Tensor], Any]) -> DecisionMargins:
         """Return this record for the elements that a view or a move returns, given how it is called."""
         return replace(
             self,
@@ -453,11 +453,11 @@ class MarginWatch(OperationMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.decided: dict[ViewKey, Decided] = {}
+        self.decided: dict[ViewKey, DecisionMargins] = {}
         self.behind: set[StorageWeakRef] = set()
         """The memory that was computed from decisions: if one of them goes another way, it has quite other values."""
 
-    def decided_of(self, tensor: torch.Tensor) -> Decided | None:
+    def decided_of(self, tensor: torch.Tensor) -> DecisionMargins | None:
         """Return what is known of the decisions behind a tensor; None if nothing is."""
         return self.decided.get(view_key(tensor))
 
@@ -513,7 +513,7 @@ class MarginWatch(OperationMode):
             self._keep(decided, _handed_on(operand, known, func, args, kwargs, decided))
         return result
 
-    def _keep(self, tensor: torch.Tensor, decided: Decided | None) -> None:
+    def _keep(self, tensor: torch.Tensor, decided: DecisionMargins | None) -> None:
         """Keep what is known of a decided tensor, for `decided_of`; do nothing if it is None.
 
         Nothing is kept either if the margins have another shape than the tensor. Margins of freed tensors are dropped.
@@ -530,27 +530,29 @@ class MarginWatch(OperationMode):
         self.behind = {memory for memory in self.behind if not memory.expired()}  # type: ignore[no-untyped-call]
 
 
-def _decided_by_choice(choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decided | None:
+def _decided_by_choice(choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DecisionMargins | None:
     """Return what is known of the indices of a choice; None if it had no two values to choose among."""
     margins = choice.margins()
     if margins is None:
         return None
     is_ordered = choice.operation != "topk" or bool(kwargs.get("sorted", args[4] if len(args) > 4 else True))
     if not is_ordered:
-        return Decided(margins=margins, operation=choice.operation)
+        return DecisionMargins(margins=margins, operation=choice.operation)
     rows = choice.row_numbers
     # the values may be written to later, while wide ones are a copy only if they are narrow
-    return Decided(margins=margins, operation=choice.operation, origin=_ChosenAmong(choice.rows.clone()), rows=rows)
+    return DecisionMargins(
+        margins=margins, operation=choice.operation, origin=_ChoiceOrigin(choice.rows.clone()), rows=rows
+    )
 
 
 def _decided_by_edge(
     margins: torch.Tensor, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], decided: torch.Tensor
-) -> Decided:
+) -> DecisionMargins:
     """Return what is known of the result of a comparison, a rounding, or a cast to integers or booleans.
 
     `margins` are those of its elements.
     """
-    known = Decided(margins=margins, operation=_name_of(func))
+    known = DecisionMargins(margins=margins, operation=_name_of(func))
     if decided.dtype is torch.bool:
         return replace(known, other=~decided)
     # a sign may go to the other one
@@ -560,12 +562,12 @@ def _decided_by_edge(
 
 def _handed_on(
     operand: torch.Tensor,
-    known: list[Decided],
+    known: list[DecisionMargins],
     func: OpOverload,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     decided: torch.Tensor,
-) -> Decided | None:
+) -> DecisionMargins | None:
     """Return what is known of the result of an operation on decided operands, which does not decide itself.
 
     `operand` is the first of them, and `known` has what is known of each. Return None if the margins are not known: see
@@ -580,7 +582,7 @@ def _handed_on(
     if margins is None:
         return None
     sources = sum((each.measures for each in known), ()) if is_extreme or any(each.sources for each in known) else ()
-    handed = Decided(margins=margins, operation=first.operation, sources=sources)
+    handed = DecisionMargins(margins=margins, operation=first.operation, sources=sources)
     if len(known) > 1 or func._schema.is_mutable:
         return None if is_extreme else handed
     step = _step_behind(first.step, func, args, kwargs, decided)
@@ -674,7 +676,7 @@ def _dims_of_extreme(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
 
 def _extreme_among(
     others: torch.Tensor, margins: torch.Tensor, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> _ExtremeAmong:
+) -> _ExtremeOrigin:
     """Return what a maximum or minimum is taken among, given the other values of its operand and their margins."""
     dims, _ = _dims_of_extreme(func, args, kwargs)
     sign = 1.0 if func in (aten.max.default, aten.amax.default) else -1.0
@@ -686,7 +688,7 @@ def _extreme_among(
         rows = tensor.double().permute(*kept, *(dim for dim in range(tensor.dim()) if dim not in kept))
         return rows.reshape(rows.shape[: len(kept)].numel(), -1)
 
-    return _ExtremeAmong(sign * as_rows(args[0]), sign * as_rows(others), as_rows(margins), sign)
+    return _ExtremeOrigin(sign * as_rows(args[0]), sign * as_rows(others), as_rows(margins), sign)
 
 
 _KEEPS_DISTANCE = frozenset(
