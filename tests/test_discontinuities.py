@@ -413,3 +413,134 @@ def test_a_data_dependent_shape_and_a_program_that_asserts_end_in_a_verdict():
     assert dropped.verdict is Verdict.INCONCLUSIVE
     assert repeated.verdict is Verdict.DIVERGED
     assert wrong.verdict is Verdict.DIVERGED
+
+
+def smallest_in_one_row(x, w):
+    y = x @ w
+    index = y.argmax(-1)
+    index[0] = y[0].argmin()
+    return index
+
+
+def last_in_two_rows(x, w):
+    index = (x @ w).sort(-1).indices.clone()
+    index[:2] = index[:2].flip(-1)
+    return index
+
+
+def three_more(x, w):
+    whole = (split_in_two(x, w) * 4).floor()
+    whole.view(-1)[:20] += 3
+    return whole.clamp(-512, 511).long()
+
+
+@pytest.mark.parametrize(
+    ("program", "wrong"),
+    [
+        (lambda x, w: (x @ w).argmax(-1), smallest_in_one_row),
+        (lambda x, w: (x @ w).argmax(-1, keepdim=True).int(), lambda x, w: smallest_in_one_row(x, w)[:, None].int()),
+        (lambda x, w: (x @ w).max(-1).indices.flip(0), lambda x, w: smallest_in_one_row(x, w).flip(0)),
+        (lambda x, w: (x @ w).sort(-1).indices, last_in_two_rows),
+        (lambda x, w: ((x @ w) * 4).floor().clamp(-512, 511).long(), three_more),
+    ],
+)
+def test_the_candidates_own_choice_must_be_within_noise_and_a_rounding_one_step_away(program, wrong):
+    right = first(td.check(program, matrices(), candidate=lambda x, w: program(x, w.double().bfloat16().contiguous())))
+    other = first(td.check(program, matrices(), candidate=wrong))
+
+    assert right.verdict is Verdict.EQUIVALENT
+    assert other.verdict is Verdict.DIVERGED
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda y: y.argmax(-1),
+        lambda y: y.topk(3, -1).indices.t(),
+        lambda y: y.sort(0).indices,
+        lambda y: y.max(-1, keepdim=True).indices.int(),
+        lambda y: (y * 16).floor().clamp(-512, 511).short(),
+        lambda y: (y * 64).round().amax(-1).long(),
+        lambda y: (y * 512).long(),
+    ],
+)
+def test_a_choice_or_rounding_that_another_order_of_the_sum_gives_is_not_diverged(program):
+    generator = torch.Generator().manual_seed(0)
+    inputs = tuple(torch.randn(shape, generator=generator).bfloat16() for shape in ((4096, 64), (64, 8)))
+
+    seen = first(td.check(lambda x, w: program(x @ w), inputs, candidate=lambda x, w: program(split_in_two(x, w))))
+
+    assert seen.measurement.mismatches > 0
+    assert seen.verdict is Verdict.INCONCLUSIVE
+
+
+class LastPositive(torch.nn.Module):
+    """Return the number of the last row whose sum is positive; that of the last row is zero but for rounding."""
+
+    def __init__(self, order=slice(None), rows=8, take=torch.amax):
+        super().__init__()
+        self.order, self.rows, self.take = order, rows, take
+
+    def forward(self, x):
+        numbers = torch.arange(1, self.rows + 1)
+        if self.take is torch.amin:
+            numbers = -numbers
+        return self.take((x[: self.rows, self.order].sum(-1) > 0) * numbers)
+
+
+def rows_and_order(seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(8, 64, generator=generator)
+    x[:7] += 0.5
+    x[7] -= x[7].mean()
+    return x, torch.randperm(64, generator=generator)
+
+
+def seeds_of_flips(count):
+    """Return seeds with which another order of the sum gives the last row another sign."""
+    found = []
+    for seed in range(1000):
+        x, order = rows_and_order(seed)
+        if bool(x[7].sum() > 0) != bool(x[7, order].sum() > 0):
+            found.append(seed)
+        if len(found) == count:
+            break
+    return found
+
+
+@pytest.mark.parametrize("seed", seeds_of_flips(4))
+@pytest.mark.parametrize("take", [torch.amax, torch.amin, torch.max])
+def test_an_extreme_of_decided_values_is_excused_only_if_a_close_decision_gives_it(seed, take):
+    x, order = rows_and_order(seed)
+
+    right = first(td.check(LastPositive(take=take), (x,), candidate=LastPositive(order, take=take)))
+    wrong = first(td.check(LastPositive(take=take), (x,), candidate=LastPositive(rows=4, take=take)))
+
+    assert right.verdict is Verdict.INCONCLUSIVE
+    assert wrong.verdict is Verdict.DIVERGED
+
+
+def test_the_margin_of_an_extreme_is_that_of_the_decisions_that_give_another_value():
+    x = torch.tensor([[0.5, -0.25, 2.0], [1.0, 0.75, -0.125]], dtype=torch.float64)
+    with MarginWatch() as watch:
+        last = ((x > 0) * torch.arange(1, 4)).amax(-1, keepdim=True).t()
+    decided = watch.decided_of(last)
+
+    def margins(*values):
+        return decided.origin.margins_of(torch.tensor([values]), last, decided.rows)[0].tolist()
+
+    assert last.tolist() == [[3, 2]]
+    assert margins(3, 2) == [0.0, 0.0]
+    assert margins(1, 3) == [2.0, 0.125]
+    assert margins(2, 1) == [2.0, 0.75]
+    assert margins(0, 4) == [2.0, torch.inf]
+
+
+def test_a_rounding_behind_another_decision_may_be_off_by_more_than_a_step():
+    x = torch.tensor([[0.3, 7.6], [2.2, 9.1]])
+    with MarginWatch() as watch:
+        before = x.floor()
+        behind = x[:, x.argmax(-1)].floor()
+
+    assert watch.decided_of(before).operand is not None
+    assert watch.decided_of(behind).operand is None

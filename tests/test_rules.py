@@ -321,6 +321,33 @@ def test_the_users_own_tensors_modules_and_gradients_are_never_touched():
     assert torch.equal(model.linear.weight, Linear().linear.weight)
 
 
+@pytest.mark.parametrize("is_flushing", [False, True])
+def test_subnormal_numbers_are_flushed_afterwards_as_they_were_before(is_flushing):
+    def flushes():
+        return float(np.float32(1e-40) * np.float32(1.0)) == 0.0
+
+    def vandal(x):
+        torch.set_flush_denormal(not is_flushing)
+        return x * 1.0
+
+    try:
+        torch.set_flush_denormal(is_flushing)
+        td.check(lambda x: x * 1.0, (torch.ones(2),), candidate=vandal)
+        assert flushes() is is_flushing
+        vandal(torch.ones(2))
+        assert flushes() is not is_flushing
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def test_a_setting_of_subnormal_numbers_that_a_run_leaves_behind_is_a_difference():
+    def vandal(x):
+        torch.set_flush_denormal(True)
+        return x * 1.0
+
+    assert td.check(lambda x: x * 1.0, (torch.ones(2),), candidate=vandal).verdict is Verdict.DIVERGED
+
+
 def test_random_generators_and_flags_are_as_before_even_after_a_crash():
     def vandal(x):
         torch.manual_seed(1234)

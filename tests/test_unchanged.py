@@ -1,12 +1,17 @@
 """A pass that changed nothing was not tested; which graphs a pass is given, and how it is called."""
 
+import copy
 import functools
+import pickle
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.infra.pass_base import PassResult
 
 import torchdelta as td
@@ -83,6 +88,7 @@ def under_autocast(graph_module):
 WRAPPERS = {
     "lambda": lambda graph_module: lambda *args: graph_module(*args),
     "partial": functools.partial,
+    "bound method": lambda graph_module: functools.partial(graph_module.__call__),
     "module": Wrapper,
     "interpreter": lambda graph_module: torch.fx.Interpreter(graph_module).run,
     "disabled": torch._dynamo.disable,
@@ -330,3 +336,175 @@ def test_a_pass_that_moves_state_which_the_program_writes_is_wrong(change, verdi
     report = td.check(Normed().train(), X, transform=change, options={"graph": "symbolic"})
 
     assert report.verdict is verdict
+
+
+def turn_relu_into_tanh(graph_module):
+    for node in graph_module.graph.nodes:
+        if "relu" in str(node.target):
+            node.op, node.target, node.kwargs = "call_function", torch.tanh, {}
+    graph_module.recompile()
+
+
+def after_the_first_call(change):
+    """Return a pass whose callable runs `change` on the graph at the end of its first call, as a calibration does."""
+
+    def transform(graph_module, example_inputs):
+        changed = []
+
+        def call(*args):
+            results = [result.clone() for result in graph_module(*args)]
+            if not changed:
+                changed.append(True)
+                change(graph_module)
+            return results
+
+        return call
+
+    return transform
+
+
+class Bits(Layers):
+    def forward(self, x):
+        # a view of bits: float64 is not asked, so only the native run can tell
+        return super().forward(x) + (x.view(torch.int32) & 0).float()
+
+
+@pytest.mark.parametrize(
+    ("change", "verdict"), [(turn_relu_into_tanh, Verdict.DIVERGED), (GraphModule.recompile, Verdict.EQUIVALENT)]
+)
+def test_a_graph_that_its_callable_edits_and_recompiles_runs_as_edited(change, verdict):
+    report = td.check(Bits(), X, transform=after_the_first_call(change), iterations=2)
+
+    assert report.verdict is verdict
+
+
+def test_a_graph_that_is_recompiled_in_a_call_that_only_calls_it_was_not_left_as_it_was():
+    def transform(graph_module, example_inputs):
+        def call(*args):
+            graph_module.recompile()
+            return graph_module(*args)
+
+        return call
+
+    assert td.check(Layers(), X, transform=transform).verdict is Verdict.EQUIVALENT
+
+
+LATER = {
+    "symbolic_trace": lambda graph_module, args: torch.fx.symbolic_trace(graph_module),
+    "make_fx": lambda graph_module, args: make_fx(graph_module)(*args),
+    "export": lambda graph_module, args: torch.export.export(graph_module, args).module(),
+    "deepcopy": lambda graph_module, args: copy.deepcopy(graph_module),
+    "pickle": lambda graph_module, args: pickle.loads(pickle.dumps(graph_module)),
+    "compile": lambda graph_module, args: torch.compile(graph_module, backend="aot_eager", fullgraph=True),
+    "compile in a module": lambda graph_module, args: torch.compile(
+        Wrapper(graph_module), backend="aot_eager", fullgraph=True
+    ),
+    "compile in a function": lambda graph_module, args: torch.compile(
+        lambda *args: graph_module(*args), backend="aot_eager", fullgraph=True
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "graph"),
+    # torch cannot compile the lazy graph of dynamo with fullgraph
+    [(name, graph) for name in LATER for graph in ("dynamo", "symbolic") if (name, graph) != ("compile", "dynamo")],
+)
+def test_a_callable_may_trace_copy_or_compile_its_graph_when_it_is_called(name, graph):
+    def transform(graph_module, example_inputs):
+        other = []
+
+        def call(*args):
+            if not other:
+                other.append(LATER[name](graph_module, args))
+            return other[0](*args)
+
+        return call
+
+    layers = Layers().requires_grad_(False)  # make_fx and export make constants of weights
+
+    assert td.check(layers, X, transform=transform, options={"graph": graph}).verdict is Verdict.EQUIVALENT
+
+
+class Lazy(Mapping):
+    def __getitem__(self, key):
+        raise RuntimeError("not loaded yet")
+
+    def __iter__(self):
+        return iter(["weights"])
+
+    def __len__(self):
+        return 1
+
+
+class WithoutAttributes:
+    @property
+    def __dict__(self):
+        raise ValueError("no attributes")
+
+
+@pytest.mark.parametrize("kind", [Lazy, WithoutAttributes])
+@pytest.mark.parametrize(("factor", "verdict"), [(1, Verdict.EQUIVALENT), (2, Verdict.DIVERGED)])
+def test_a_callable_may_hold_what_cannot_be_looked_into(kind, factor, verdict):
+    def transform(graph_module, example_inputs):
+        other = kind()
+        return lambda *args: (other, [result * factor for result in graph_module(*args)])[1]
+
+    assert td.check(Layers(), X, transform=transform).verdict is verdict
+
+
+def test_a_wrapper_that_holds_what_cannot_be_looked_into_is_inconclusive_all_the_same():
+    def transform(graph_module, example_inputs):
+        other = Lazy()
+        return lambda *args: (other, graph_module(*args))[1]
+
+    report = td.check(Layers(), X, transform=transform)
+
+    assert report.verdict is Verdict.INCONCLUSIVE
+
+
+class WithConstants(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(8, 8)
+        self.plain, self.listed = torch.randn(8), [torch.randn(8)]
+
+    def forward(self, x):
+        return F.relu(self.first(x)) * self.plain * self.listed[0] * torch.tensor([1.0, 2.0] * 4)
+
+
+def use_torch_relu(graph_module, factor=1.0):
+    for node in graph_module.graph.nodes:
+        if "relu" in str(node.target):
+            node.op, node.target, node.kwargs = "call_function", lambda x: torch.relu(x) * factor, {}
+    graph_module.recompile()
+
+
+@pytest.mark.parametrize(("factor", "verdict"), [(1.0, Verdict.EQUIVALENT), (1.1, Verdict.DIVERGED)])
+def test_constants_that_symbolic_tracing_registers_are_not_state_of_the_program(factor, verdict):
+    def transform(graph_module):
+        use_torch_relu(graph_module, factor)
+
+    assert td.check(WithConstants(), X, transform=transform, options={"graph": "symbolic"}).verdict is verdict
+
+
+class UnusedNames(Layers):
+    def __init__(self):
+        super().__init__()
+        self.spare = nn.Parameter(torch.ones(3))
+        for index in range(9):
+            self.register_parameter(f"unused_{index}", nn.Parameter(torch.ones(2)))
+
+
+def test_unused_state_may_have_the_names_that_the_tracer_would_give_it():
+    graph_modules = []
+
+    def transform(graph_module):
+        graph_modules.append(graph_module)
+        use_torch_relu(graph_module)
+
+    report = td.check(UnusedNames(), X, transform=transform, options={"graph": "symbolic"})
+
+    assert report.verdict is Verdict.EQUIVALENT
+    assert len(list(graph_modules[0].parameters())) == len(list(UnusedNames().parameters()))

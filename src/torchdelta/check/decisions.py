@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
-from torchdelta._torch.modes.decisions import NEAR, Choice, DecisionRecord, DecisionReplay, MarginWatch
+from torchdelta._torch.modes.decisions import NEAR, Choice, DecisionMargins, DecisionRecord, DecisionReplay, MarginWatch
 from torchdelta._torch.modes.noisy import Noisy
 from torchdelta.compare.judge import is_inexact
 from torchdelta.compare.leaves import Leaves
@@ -384,13 +384,64 @@ def _explained(comparison: Comparison, followed: Comparison | None, semantic: Co
 # Excuse integers by their margin
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _LeafMargins:
     """The margins of one leaf in the truth, and by how much correct runs move them."""
 
-    margins: torch.Tensor
+    decided: DecisionMargins
     noise: float
-    operation: str
+    operand_noise: float = 0.0
+    """By how much correct runs move the operand of the rounding that decided, if that is known."""
+
+    @property
+    def margins(self) -> torch.Tensor:
+        """The margin of each element."""
+        return self.decided.margins
+
+    def margins_of(
+        self, candidate: torch.Tensor, truth: torch.Tensor, reference: torch.Tensor, noisy: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """Return how far operands would have to move to give each of the candidate's elements.
+
+        Without the operands, it is how far they would have to move for another value. Of an extreme that is the truth's
+        in the candidate, it is the distance to the reference's. A value that another correct run has counts as near as
+        any other one, because it may come from an earlier decision.
+        """
+        origin, rows = self.decided.origin, self.decided.rows
+        if origin is None or rows is None or not self._is_current(truth):
+            return self.margins
+        own = origin.margins_of(candidate, truth, rows)
+        if self.decided.sources:
+            return own.where(candidate != truth, origin.margins_of(reference, truth, rows))
+        return self.margins.where(_is_among(candidate, (truth, reference, *noisy)), own)
+
+    def excess_of(self, candidate: torch.Tensor, runs: Sequence[torch.Tensor]) -> tuple[int, float]:
+        """Return how many elements a rounding cannot have given, and how far one may be off; `runs` are correct ones.
+
+        A rounding gives the next number, or as many more as correct runs move its operand. The first of the runs is the
+        truth. Return 0 and infinity if step or operand of the rounding are not known.
+        """
+        step = self.decided.step
+        if step is None or self.decided.operand is None or not self._is_current(runs[0]):
+            return 0, math.inf
+        most = step * max(1.0, math.ceil(CLOSE * self.operand_noise / step))
+        distances = [(candidate.double() - run.double()).abs() for run in runs]
+        nearest = torch.stack(distances).amin(0)
+        if not is_inexact(candidate.dtype):
+            limits = torch.iinfo(candidate.dtype)
+            # the number after the largest one is the smallest one
+            nearest = torch.minimum(nearest, (float(limits.max) - float(limits.min) + 1.0) - nearest)
+        return int((nearest > most).sum()), most
+
+    def _is_current(self, truth: torch.Tensor) -> bool:
+        """Tell whether the truth has the values that were decided, as far as they were kept."""
+        values = self.decided.values
+        return values is not None and values.shape == truth.shape and bool((values == truth).all())
+
+
+def _is_among(values: torch.Tensor, runs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return a mask of the elements that one of these runs has too."""
+    return torch.stack([values == run for run in runs]).any(0)
 
 
 def excuse_integers(
@@ -489,10 +540,12 @@ def _excuse_leaf(comparison: Comparison, leaves: list[Any], known: _LeafMargins 
 
     `leaves` are those of truth, reference, candidate and noisy runs, in this order. It is inconclusive if the candidate
     equals the truth, and its details say so. Otherwise, with `known` margins, it is so if the largest margin of the
-    elements that differ is at most `CLOSE_INTEGER` times its noise, and their decisions are at most `MOST_FLIPS` times
-    one more than differ between correct runs; reason and details get the numbers in any case. Without margins, or if
-    they have no noise, it is so if the candidate differs from the truth in fewer than twice as many elements as the
-    correct run that differs most from it. If truth and reference differ in shape it is unchanged.
+    elements that differ is at most `CLOSE_INTEGER` times its noise, their decisions are at most `MOST_FLIPS` times one
+    more than differ between correct runs, and no rounding is off by more than noise can move it; reason and details get
+    the numbers in any case. Where the operands are known, the margin is that of the candidate's own choice: how far
+    they would have to move to give it. Without margins, or if they have no noise, it is so if the candidate differs
+    from the truth in fewer than twice as many elements as the correct run that differs most from it. If truth and
+    reference differ in shape it is unchanged.
     """
     truth, reference, candidate, *noisy = leaves
     if not isinstance(truth, torch.Tensor) or truth.shape != reference.shape:
@@ -506,15 +559,20 @@ def _excuse_leaf(comparison: Comparison, leaves: list[Any], known: _LeafMargins 
     differs = (candidate != reference) | (candidate != truth)
     among_correct = max(int((run != truth).sum()) for run in (reference, *noisy))
     if known is not None and known.margins.shape == differs.shape:
-        margin, noise = float(known.margins[differs].max()), known.noise
-        details = {**comparison.details, "margin": margin, "margin_noise": noise, "decided_by": known.operation}
-        where = f"{difference}; {known.operation} decided them by a margin of up to {margin:.3g}"
+        margins = known.margins_of(candidate, truth, reference, noisy)
+        margin, noise = float(margins[differs].max()), known.noise
+        details = {**comparison.details, "margin": margin, "margin_noise": noise, "decided_by": known.decided.operation}
+        where = f"{difference}; {known.decided.operation} decided them by a margin of up to {margin:.3g}"
         if noise > 0.0 and margin <= CLOSE_INTEGER * noise:
             # one decision may be broadcast to many elements, and equal values have one margin
             flips = _count_decisions(known.margins, differs)
             most = max(_count_decisions(known.margins, run != truth) for run in (reference, *noisy))
             if flips > MOST_FLIPS * (most + 1):
                 reason = f"{where}, but at most {among_correct} differ between correct runs of the program"
+                return replace(comparison, reason=reason, details=details)
+            excess, reach = known.excess_of(candidate, (truth, reference, *noisy))
+            if excess:
+                reason = f"{where}, but {excess} of them are off by more than {reach:.3g}: rounding moves none so far"
                 return replace(comparison, reason=reason, details=details)
             reason = f"{where}, and rounding moves that margin by {noise:.3g}: either way may be right"
             return replace(comparison, verdict=Verdict.INCONCLUSIVE, reason=reason, details=details)
@@ -674,18 +732,32 @@ def _margins_of_outputs(baseline: Baseline) -> dict[str, _LeafMargins]:
     ]
     known = {}
     for path, value in truth.items():
-        of_truth = in_truth.margin_of(value) if isinstance(value, torch.Tensor) else None
+        of_truth = in_truth.decided_of(value) if isinstance(value, torch.Tensor) else None
         if of_truth is None:
             continue
-        margins, operation = of_truth
-        moves = []
-        for watch, outputs in zip(in_others, others, strict=True):
-            output = outputs.get(path)
-            other = watch.margin_of(output) if isinstance(output, torch.Tensor) else None
-            if other is not None and other[0].shape == margins.shape and margins.numel():
-                moves.append(float(torch.nan_to_num(other[0].double() - margins.double()).abs().max()))
-        known[path] = _LeafMargins(margins, max(moves, default=0.0), operation)
+        outputs_of_others = [outputs.get(path) for outputs in others]
+        of_others = [
+            other
+            for watch, output in zip(in_others, outputs_of_others, strict=True)
+            if isinstance(output, torch.Tensor) and (other := watch.decided_of(output)) is not None
+        ]
+        known[path] = _LeafMargins(
+            decided=of_truth,
+            noise=_largest_move(of_truth.measures, [other.measures for other in of_others]),
+            operand_noise=_largest_move([of_truth.operand], [[other.operand] for other in of_others]),
+        )
     return known
+
+
+def _largest_move(of_truth: Sequence[torch.Tensor | None], of_others: Sequence[Sequence[torch.Tensor | None]]) -> float:
+    """Return the largest difference of an element from the truth in another run; 0 if no tensor has the same shape."""
+    moves = [
+        float(torch.nan_to_num(other.double() - own.double()).abs().max())
+        for run in of_others
+        for own, other in zip(of_truth, run, strict=False)
+        if own is not None and other is not None and other.shape == own.shape and own.numel()
+    ]
+    return max(moves, default=0.0)
 
 
 # Settle gradients within noise of zero: an optimizer that divides a gradient by its size steps by the sign alone

@@ -406,10 +406,12 @@ def _rebound(value: Any, memo: dict[int, Any]) -> Any:
     return value
 
 
-def everything_in(value: Any, *, most: float = math.inf) -> list[Any]:
+def everything_in(value: Any, *, most: float = math.inf, skips_errors: bool = False) -> list[Any]:
     """Return the value and the objects that it reaches by `children`, each once, without plain ones such as numbers.
 
     Tensors, classes and Python modules are in the list, but what they hold is not. The search ends at `most` objects.
+    Looking into an object may run code of its class, such as the `__getitem__` of a mapping. If that raises, the
+    exception passes through; with `skips_errors` the object is in the list, but what it holds is not.
     """
     objects: dict[int, Any] = {}
     waiting = [value]
@@ -417,7 +419,8 @@ def everything_in(value: Any, *, most: float = math.inf) -> list[Any]:
         current = waiting.pop()
         if id(current) not in objects:
             objects[id(current)] = current
-            waiting.extend(child for _, child in children(current) if not isinstance(child, _ATOMS))
+            with contextlib.suppress(*((Exception,) if skips_errors else ())):
+                waiting.extend([child for _, child in children(current) if not isinstance(child, _ATOMS)])
     return list(objects.values())
 
 

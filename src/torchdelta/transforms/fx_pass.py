@@ -7,6 +7,7 @@ that `torch.fx.symbolic_trace` makes, which calls modules. A pass that changes n
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,7 +22,7 @@ from torchdelta._torch.graphs import graphs
 from torchdelta._torch.graphs.keys import content_key
 from torchdelta._torch.graphs.lift_graph import lift_upcasts
 from torchdelta._torch.graphs.nodes import every_node
-from torchdelta._torch.graphs.pass_through import watch_calls
+from torchdelta._torch.graphs.pass_through import build, watch_calls
 from torchdelta._torch.graphs.user_passes import Pass, run_pass
 from torchdelta.errors import UsageError
 from torchdelta.program.copies import copy_together, everything_in
@@ -150,6 +151,8 @@ class FxPass(Transform):
         def make(graph: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
             """Run the pass and return its callable; if it must change graphs, add to `changes` whether it did."""
             before = content_key(graph) if self.must_change else None
+            if self.must_change:
+                build(graph)
             own = frozenset(node.name for node in every_node(graph))
             call = run_pass(self.function, graph, example_inputs)
             after = graph_behind(call)
@@ -170,9 +173,12 @@ _MOST_REACHED = 10_000
 
 
 def _graphs_in(call: Callable[..., Any], key: str | None) -> list[GraphModule]:
-    """Return the graph modules with this `content_key` that a callable reaches: it may only call one of them."""
-    reached = everything_in(call, most=_MOST_REACHED)
-    return [each for each in reached if isinstance(each, GraphModule) and content_key(each) == key]
+    """Return the graph modules with this `content_key` that a callable reaches: it may only call one of them.
+
+    What cannot be looked into is left out, because the candidate need not do so either: a lazy mapping may raise.
+    """
+    reached = everything_in(call, most=_MOST_REACHED, skips_errors=True)
+    return [each for each in reached if issubclass(type(each), GraphModule) and content_key(each) == key]
 
 
 def _note_call(changes: list[bool], index: int, is_unchanged: bool) -> None:
@@ -211,14 +217,18 @@ def _trace_side(side: Side) -> tuple[GraphModule, Side]:
 def _keep_unused(state: State, module: GraphModule) -> dict[str, str]:
     """Register the state that a traced module lacks, because the program does not use it; return the names of all.
 
-    The names are those in the program by those in the traced module, as `Side.names` wants them.
+    The names are those in the program by those in the traced module, as `Side.names` wants them. Tensors that tracing
+    made buffers, such as plain attributes and constants, have no name, because they are not state of the program.
     """
     traced = state_of(module)
-    names = {name: name for name in (*traced.parameters, *traced.buffers)}
+    known = state.parameters.keys() | state.buffers.keys()
+    names = {name: name for name in (*traced.parameters, *traced.buffers) if name in known}
+    unused = (f"unused_{index}" for index in itertools.count())
+    free = (name for name in unused if name not in known and not hasattr(module, name))
     for kind, register in (("parameters", module.register_parameter), ("buffers", module.register_buffer)):
         for name, tensor in getattr(state, kind).items():
-            if name not in names:
-                own = f"unused_{len(names)}"
+            if name not in names.values():
+                own = next(free)
                 register(own, tensor)
                 names[own] = name
     return names

@@ -4,8 +4,10 @@ A pass may return `lambda *args: graph_module(*args)`. The graph is unchanged an
 tell: `watch_calls` looks whether each call hands its own arguments to the graph and returns what the graph returns, the
 very objects, without writing to them and without another setting of torch. Then nothing was transformed.
 
-While a call is watched, the `forward` of the graphs also notes what it is called with. A compiler that traces it sees
-the original alone.
+While a call is watched, the `_wrapped_call` of each graph's own class notes what it is called with: the callable that
+the `__call__` of a graph hands on to. Tracers, compilers and `recompile` work on `forward`, and copies get a class of
+their own, so none of them meets it. A call by `.forward` is not noted, and counts as something else than calling the
+graph.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._dynamo.decorators import skip
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
@@ -49,6 +53,14 @@ def watch_calls(
     return watched
 
 
+def build(graph: GraphModule) -> None:
+    """Generate the code of a graph of dynamo now, and not when it is first used, so that `watch_calls` sees every call.
+
+    Its class gets `forward`, `__call__` and `_wrapped_call` with the code; a method that is bound earlier is another.
+    """
+    _ = graph.code
+
+
 class _Watch:
     """Notes the calls of graphs within one call."""
 
@@ -57,6 +69,8 @@ class _Watch:
         self.arguments = arguments
         self.start = _settings(), _versions(arguments)
         self.calls = 0
+        self.is_recompiled = False
+        """Whether a graph got another `forward` since `noting` began."""
         self.passes_arguments = False
         """Whether the last call of a graph had the arguments of the watched call, under the same settings."""
         self.returned: list[Any] = []
@@ -66,32 +80,56 @@ class _Watch:
     @contextmanager
     def noting(self, graph: GraphModule) -> Iterator[None]:
         """Note what a graph is called with and returns in the block."""
-        _ = graph.code  # dynamo's graphs get their `forward` when they are first used
-        kind = type(graph)  # a class of the graph's own
-        original = kind.forward
-
-        def forward(module: GraphModule, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
-                return original(module, *args, **kwargs)
-            own = [*args, *kwargs.values()]
-            self.passes_arguments = _are_same(own, self.arguments) and (_settings(), _versions(own)) == self.start
-            self.calls += 1
-            result = original(module, *args, **kwargs)
-            self.returned = tree_leaves(result)
-            self.versions = _versions(self.returned)
-            return result
-
-        kind.forward = forward
+        build(graph)
+        kind: Any = type(graph)  # a class of the graph's own
+        original, forward = kind._wrapped_call, kind.forward
+        kind._wrapped_call = _NotedCall(self, original)
         try:
             yield
         finally:
-            kind.forward = original
+            kind._wrapped_call = original
+            self.is_recompiled |= kind.forward is not forward
+
+    def note_arguments(self, arguments: list[Any]) -> None:
+        """Note a call of a graph with these arguments, before it runs."""
+        is_start = (_settings(), _versions(arguments)) == self.start
+        self.passes_arguments = is_start and _are_same(arguments, self.arguments)
+        self.calls += 1
+
+    def note_result(self, result: Any) -> None:
+        """Note what a graph returned."""
+        self.returned = tree_leaves(result)
+        self.versions = _versions(self.returned)
 
     def has_passed_through(self, result: Any) -> bool:
-        """Tell whether a graph was called once, with the watched call's arguments, and its result was returned."""
+        """Tell whether a graph was called once, with the watched call's arguments, and its result was returned.
+
+        It is False if a graph was compiled anew, because later calls may run other code.
+        """
+        if self.is_recompiled:
+            return False
         own = tree_leaves(result)
         is_same = self.calls == 1 and self.passes_arguments and _are_same(own, self.returned)
         return is_same and _versions(own) == self.versions
+
+
+class _NotedCall:
+    """Calls a graph, and tells a watch about it; takes the graph and its arguments."""
+
+    def __init__(self, watch: _Watch, original: Callable[..., Any]) -> None:
+        """Take the watch to tell, and the callable that calls the graph."""
+        self.watch = watch
+        self.original = original
+
+    @skip  # this frame itself must not be compiled; dynamo goes on to the graph's own
+    def __call__(self, module: GraphModule, *args: Any, **kwargs: Any) -> Any:
+        """Return what the graph returns; nothing is noted if dynamo compiles the graph, which then does not run."""
+        if torch.compiler.is_compiling() or callable(get_eval_frame_callback()):
+            return self.original(module, *args, **kwargs)
+        self.watch.note_arguments([*args, *kwargs.values()])
+        result = self.original(module, *args, **kwargs)
+        self.watch.note_result(result)
+        return result
 
 
 def _are_same(first: Sequence[Any], second: Sequence[Any]) -> bool:

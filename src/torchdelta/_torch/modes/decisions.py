@@ -19,12 +19,13 @@ A check uses the three in `check/decisions.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_leaves
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves, tree_map
 
 from torchdelta._torch.modes.base import OperationMode
 from torchdelta._torch.tensors import ViewKey, view_key
@@ -176,6 +177,15 @@ class Choice:
     def _index_dim(self) -> int | None:
         """The dimension along which a row of the indices lies; None if each index is a row by itself."""
         return self.dim if self.dim is not None and self.indices.dim() == self.values.dim() > 0 else None
+
+    @property
+    def row_numbers(self) -> torch.Tensor:
+        """The number of its row for each index, in the shape of the indices."""
+        index_rows = self.index_rows
+        numbers = torch.arange(len(index_rows), device=self.indices.device)[:, None].expand(index_rows.shape)
+        if self._index_dim is None:
+            return numbers.reshape(self.indices.shape)
+        return numbers.reshape(self.indices.movedim(self._index_dim, -1).shape).movedim(-1, self._index_dim)
 
     def has_values_at(self, indices: torch.Tensor) -> bool:
         """Tell whether every index is valid here, because those of another run may be of more values; True if none.
@@ -339,6 +349,100 @@ class DecisionReplay(OperationMode):
         return torch.where(near, recorded, indices)
 
 
+class Origin:
+    """Tells how far the operands of a decision would have to move to make it give other values."""
+
+    def margins_of(self, values: torch.Tensor, truth: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Return this distance for each element of `values`; infinite if no distance is enough.
+
+        `truth` has the values that were decided, and `rows` the number of the row of each element, in the same shape.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class _ChoiceOrigin(Origin):
+    """Elements are indices, and each was chosen among the values of its row."""
+
+    values: torch.Tensor
+    """A matrix."""
+
+    def margins_of(self, values: torch.Tensor, truth: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Return the distance between the values at two indices; infinite for an index beyond the row."""
+        count = self.values.shape[-1]
+        is_inside = (values >= 0) & (values < count) & (truth >= 0) & (truth < count)
+        chosen = self.values[rows, values.long().clamp(0, count - 1)]
+        of_truth = self.values[rows, truth.long().clamp(0, count - 1)]
+        # the distance between two infinities is not a number
+        return (chosen - of_truth).abs().where(chosen != of_truth, 0.0).where(is_inside, torch.inf)
+
+
+@dataclass(frozen=True)
+class _ExtremeOrigin(Origin):
+    """Elements are maxima of rows, in which each value becomes the other one if its comparison is decided otherwise."""
+
+    values: torch.Tensor
+    """A matrix, as are `others` and `margins`; for minima, values and others are negated."""
+    others: torch.Tensor
+    margins: torch.Tensor
+    sign: float
+    """-1 for minima, or else 1."""
+
+    def margins_of(
+        self,
+        values: torch.Tensor,
+        truth: torch.Tensor,  # noqa: ARG002 — the maxima follow from the rows
+        rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the margin up to which comparisons must be decided otherwise to give each value.
+
+        All larger values must become smaller, and one element must have the value, by its own decision or the other.
+        """
+        maxima = self.sign * values.double().reshape(-1, 1)
+        row = rows.reshape(-1)
+        own, others, margins = self.values[row], self.others[row], self.margins[row]
+        falls = margins.where(others <= maxima, torch.inf).where(own > maxima, 0.0).amax(-1)
+        reaches = margins.where(others == maxima, torch.inf).where(own != maxima, 0.0).amin(-1)
+        return torch.maximum(falls, reaches).reshape(values.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecisionMargins:
+    """What is known of the decisions behind a tensor."""
+
+    margins: torch.Tensor
+    """The margin of each element."""
+    operation: str
+    """The name of the operation that decided."""
+    sources: tuple[torch.Tensor, ...] = ()
+    """The margins from before an extreme, because that may be another element in another run."""
+    other: torch.Tensor | None = None
+    """What each element is if its comparison is decided otherwise; None if it does not come from one comparison."""
+    step: float | None = None
+    """How far an element moves if a rounding behind it gives the next number; None if it is not known."""
+    operand: torch.Tensor | None = None
+    """The operand of that rounding; None if it comes from earlier decisions, as the `origin` of a choice then is."""
+    origin: Origin | None = None
+    rows: torch.Tensor | None = None
+    """The number of the row of `origin` for each element."""
+    values: torch.Tensor | None = None
+    """A copy of the tensor, if `step` or `origin` is known: a later write through a view is not seen."""
+
+    @property
+    def measures(self) -> tuple[torch.Tensor, ...]:
+        """Margins that are those of the same decisions in every run."""
+        return self.sources or (self.margins,)
+
+    def moved(self, move: Callable[[torch.Tensor], Any]) -> DecisionMargins:
+        """Return this record for the elements that a view or a move returns, given how it is called."""
+        return replace(
+            self,
+            margins=move(self.margins),
+            other=None if self.other is None else move(self.other),
+            rows=None if self.rows is None else move(self.rows),
+        )
+
+
 class MarginWatch(OperationMode):
     """While active, keeps the margins of integers and booleans that were decided among floats, and of rounded floats.
 
@@ -349,11 +453,18 @@ class MarginWatch(OperationMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.margins: dict[ViewKey, tuple[torch.Tensor, str]] = {}
+        self.decided: dict[ViewKey, DecisionMargins] = {}
+        self.behind: set[StorageWeakRef] = set()
+        """The memory that was computed from decisions: if one of them goes another way, it has quite other values."""
+
+    def decided_of(self, tensor: torch.Tensor) -> DecisionMargins | None:
+        """Return what is known of the decisions behind a tensor; None if nothing is."""
+        return self.decided.get(view_key(tensor))
 
     def margin_of(self, tensor: torch.Tensor) -> tuple[torch.Tensor, str] | None:
         """Return the margin of each element and the name of the operation that decided; None if not known."""
-        return self.margins.get(view_key(tensor))
+        decided = self.decided_of(tensor)
+        return None if decided is None else (decided.margins, decided.operation)
 
     def operate(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run one operation, keep the margins of its decided output if they are known, and return its result.
@@ -365,15 +476,25 @@ class MarginWatch(OperationMode):
         as `unbind` returns them, each keeps its own.
         """
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
         operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        known = [margin for operand in operands if (margin := self.margin_of(operand)) is not None]
+        result = func(*args, **kwargs)
+        is_behind = any(view_key(operand)[0] in self.behind for operand in operands)
+        known = [each for operand in operands if (each := self.decided_of(operand)) is not None]
         if func.is_view and known and isinstance(result, (tuple, list)):
-            margins, name = known[0]
-            for view, moved in zip(result, func(margins, *args[1:], **kwargs), strict=True):
-                self._keep(view, moved, name)
+            parts = {
+                name: func(tensor, *args[1:], **kwargs)
+                for name in ("margins", "other", "rows")
+                if (tensor := getattr(known[0], name)) is not None
+            }
+            for index, view in enumerate(result):
+                self._keep(view, replace(known[0], **{name: views[index] for name, views in parts.items()}))
             return result
         decided = _decided_output(func, result)
+        is_decider = _decider_of(func) is not None and any(operand.is_floating_point() for operand in operands[:1])
+        if is_behind or is_decider:
+            self._drop_expired()
+            outputs = (leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+            self.behind.update(view_key(output)[0] for output in outputs)
         if decided is None and known and isinstance(result, torch.Tensor) and _are_whole(result):
             decided = result
         if decided is None or not operands:
@@ -382,27 +503,102 @@ class MarginWatch(OperationMode):
         # a cast of a decided value is not a second decision
         is_second = func is aten._to_copy.default and bool(known)
         if is_choice(func, args):
-            self._keep(decided, Choice.of(func, args, kwargs, decided).margins(), _name_of(func))
+            among = _decided_by_choice(Choice.of(func, args, kwargs, decided), args, kwargs)
+            self._keep(decided, replace(among, origin=None, rows=None) if among is not None and is_behind else among)
         elif decider is not None and decider.margins is not None and operands[0].is_floating_point() and not is_second:
-            self._keep(decided, decider.margins(*args, **kwargs), _name_of(func))
+            edge = _decided_by_edge(decider.margins(*args, **kwargs), func, args, kwargs, decided)
+            self._keep(decided, replace(edge, operand=None) if is_behind else edge)
         elif known:
-            moved = [_moved_margins(margins, func, args, kwargs) for margins, _ in known]
-            self._keep(decided, _smallest(moved, decided.shape), known[0][1])
+            operand = next(each for each in operands if self.decided_of(each) is not None)
+            self._keep(decided, _handed_on(operand, known, func, args, kwargs, decided))
         return result
 
-    def _keep(self, decided: torch.Tensor, margins: torch.Tensor | None, name: str) -> None:
-        """Keep the margins of a decided tensor, and the operation's name, for `margin_of`; do nothing if they are None.
+    def _keep(self, tensor: torch.Tensor, decided: DecisionMargins | None) -> None:
+        """Keep what is known of a decided tensor, for `decided_of`; do nothing if it is None.
 
         Nothing is kept either if the margins have another shape than the tensor. Margins of freed tensors are dropped.
         """
-        if margins is not None and margins.shape == decided.shape:
+        if decided is not None and decided.margins.shape == tensor.shape:
             self._drop_expired()
-            self.margins[view_key(decided)] = margins, name
+            is_checked = decided.step is not None or decided.origin is not None
+            self.decided[view_key(tensor)] = replace(decided, values=tensor.clone() if is_checked else None)
 
     def _drop_expired(self) -> None:
         """Drop the margins of tensors whose memory is freed."""
-        for key in [key for key in self.margins if key[0].expired()]:  # type: ignore[no-untyped-call]
-            del self.margins[key]
+        for key in [key for key in self.decided if key[0].expired()]:  # type: ignore[no-untyped-call]
+            del self.decided[key]
+        self.behind = {memory for memory in self.behind if not memory.expired()}  # type: ignore[no-untyped-call]
+
+
+def _decided_by_choice(choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DecisionMargins | None:
+    """Return what is known of the indices of a choice; None if it had no two values to choose among."""
+    margins = choice.margins()
+    if margins is None:
+        return None
+    is_ordered = choice.operation != "topk" or bool(kwargs.get("sorted", args[4] if len(args) > 4 else True))
+    if not is_ordered:
+        return DecisionMargins(margins=margins, operation=choice.operation)
+    rows = choice.row_numbers
+    # the values may be written to later, while wide ones are a copy only if they are narrow
+    return DecisionMargins(
+        margins=margins, operation=choice.operation, origin=_ChoiceOrigin(choice.rows.clone()), rows=rows
+    )
+
+
+def _decided_by_edge(
+    margins: torch.Tensor, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], decided: torch.Tensor
+) -> DecisionMargins:
+    """Return what is known of the result of a comparison, a rounding, or a cast to integers or booleans.
+
+    `margins` are those of its elements.
+    """
+    known = DecisionMargins(margins=margins, operation=_name_of(func))
+    if decided.dtype is torch.bool:
+        return replace(known, other=~decided)
+    # a sign may go to the other one
+    step = 2.0 if known.operation in ("sign", "sgn") else 10.0 ** -kwargs.get("decimals", 0)
+    return replace(known, step=step, operand=args[0].detach().double().clone())
+
+
+def _handed_on(
+    operand: torch.Tensor,
+    known: list[DecisionMargins],
+    func: OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    decided: torch.Tensor,
+) -> DecisionMargins | None:
+    """Return what is known of the result of an operation on decided operands, which does not decide itself.
+
+    `operand` is the first of them, and `known` has what is known of each. Return None if the margins are not known: see
+    `_moved_margins`. Nor are they of an extreme, if neither the step nor the other values of its operand are: which
+    elements may become the extreme is then not known.
+    """
+    first = known[0]
+    if func.is_view or func in _MOVES:
+        return first.moved(lambda tensor: func(tensor, *args[1:], **kwargs))
+    is_extreme = func in _EXTREMES
+    margins = _smallest([_moved_margins(each.margins, func, args, kwargs) for each in known], decided.shape)
+    if margins is None:
+        return None
+    sources = sum((each.measures for each in known), ()) if is_extreme or any(each.sources for each in known) else ()
+    handed = DecisionMargins(margins=margins, operation=first.operation, sources=sources)
+    if len(known) > 1 or func._schema.is_mutable:
+        return None if is_extreme else handed
+    step = _step_behind(first.step, func, args, kwargs, decided)
+    handed = replace(handed, step=step, operand=None if step is None else first.operand)
+    if is_extreme:
+        if first.other is not None:
+            origin = _extreme_among(first.other, first.margins, func, args, kwargs)
+            rows = torch.arange(len(origin.values), device=decided.device).reshape(decided.shape)
+            return replace(handed, origin=origin, rows=rows)
+        return None if step is None else handed
+    if first.other is not None and torch.Tag.nondeterministic_seeded not in func.tags:
+        own, named = tree_map(lambda leaf: first.other if leaf is operand else leaf, (args, kwargs))
+        handed = replace(handed, other=func(*own, **named))
+    if func is aten._to_copy.default and decided.dtype is not torch.bool:
+        handed = replace(handed, origin=first.origin, rows=first.rows)
+    return handed
 
 
 def _name_of(func: OpOverload) -> str:
@@ -464,12 +660,53 @@ def _margins_of_extreme(
 
     A decision moves a value to the next one at most, so only the elements that equal the extreme can move it.
     """
-    values, dims, keepdim = args[0], (), False
-    if func in (aten.amax.default, aten.amin.default):
-        named = dict(zip(("self", "dim", "keepdim"), args, strict=False)) | kwargs
-        dims, keepdim = tuple(named.get("dim", ())), bool(named.get("keepdim", False))
+    values = args[0]
+    dims, keepdim = _dims_of_extreme(func, args, kwargs)
     extreme = (torch.amax if func in (aten.max.default, aten.amax.default) else torch.amin)(values, dims, keepdim=True)
     return torch.amin(margins.where(values == extreme, torch.inf), dims, keepdim=keepdim)
+
+
+def _dims_of_extreme(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[int, ...], bool]:
+    """Return the dimensions of a maximum or minimum, none if it is of all values, and whether it keeps them."""
+    if func not in (aten.amax.default, aten.amin.default):
+        return (), False
+    named = dict(zip(("self", "dim", "keepdim"), args, strict=False)) | kwargs
+    return tuple(named.get("dim", ())), bool(named.get("keepdim", False))
+
+
+def _extreme_among(
+    others: torch.Tensor, margins: torch.Tensor, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> _ExtremeOrigin:
+    """Return what a maximum or minimum is taken among, given the other values of its operand and their margins."""
+    dims, _ = _dims_of_extreme(func, args, kwargs)
+    sign = 1.0 if func in (aten.max.default, aten.amax.default) else -1.0
+    places = sorted(dim % args[0].dim() for dim in dims) if args[0].dim() else []
+    kept = [dim for dim in range(args[0].dim()) if places and dim not in places]
+
+    def as_rows(tensor: torch.Tensor) -> torch.Tensor:
+        """Return a matrix in float64 whose rows are the elements of one extreme."""
+        rows = tensor.double().permute(*kept, *(dim for dim in range(tensor.dim()) if dim not in kept))
+        return rows.reshape(rows.shape[: len(kept)].numel(), -1)
+
+    return _ExtremeOrigin(sign * as_rows(args[0]), sign * as_rows(others), as_rows(margins), sign)
+
+
+_KEEPS_DISTANCE = frozenset(
+    {aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default, aten.relu.default, aten.neg.default}
+    | {aten.abs.default, aten._to_copy.default}
+)
+"""Operations of one tensor that take no two whole numbers further apart."""
+_SHIFTS = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.add.Scalar, aten.sub.Scalar})
+
+
+def _step_behind(
+    step: float | None, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], decided: torch.Tensor
+) -> float | None:
+    """Return how far an element of the result moves if that of the operand moves by `step`; None if it is not known."""
+    if step is None or decided.dtype is torch.bool:
+        return None
+    is_shift = func in _SHIFTS and not kwargs and sum(isinstance(each, torch.Tensor) for each in args) == 1
+    return step if is_shift or func in _KEEPS_DISTANCE or func in _EXTREMES else None
 
 
 def _smallest(margins: list[torch.Tensor | None], shape: torch.Size) -> torch.Tensor | None:

@@ -235,8 +235,8 @@ def _read_flags() -> dict[str, Any]:
     """Return torch's global flags by name, as `_restore_flags` takes them.
 
     They are deterministic algorithms, filling of uninitialised memory, default dtype and device, grad mode, anomaly
-    mode, the precision of matrix products, flags of cuDNN and MKLDNN, the kernels and the fast path of attention, and
-    the number of threads.
+    mode, the precision of matrix products, flags of cuDNN and MKLDNN, the kernels and the fast path of attention, the
+    number of threads, and whether the processor flushes subnormal numbers to zero.
     """
     return {
         "deterministic": (
@@ -254,7 +254,16 @@ def _read_flags() -> dict[str, Any]:
         "attention": {name: getattr(torch.backends.cuda, f"{name}_enabled")() for name in _ATTENTION},
         "fast_path": torch.backends.mha.get_fastpath_enabled(),
         "threads": torch.get_num_threads(),
+        "flush_denormal": _flushes_denormal(),
     }
+
+
+def _flushes_denormal() -> bool:
+    """Tell whether the processor flushes subnormal numbers to zero in this thread, as `torch.set_flush_denormal` sets.
+
+    Torch cannot read the setting, so it is measured, on a float of Python: the setting is the same for all types.
+    """
+    return sys.float_info.min / 2.0 == 0.0
 
 
 def _matmul_precision() -> str | None:
@@ -289,3 +298,5 @@ def _restore_flags(flags: dict[str, Any]) -> None:
     torch.backends.mha.set_fastpath_enabled(flags["fast_path"])
     if torch.get_num_threads() != flags["threads"]:
         torch.set_num_threads(flags["threads"])
+    if _flushes_denormal() != flags["flush_denormal"]:
+        torch.set_flush_denormal(flags["flush_denormal"])
