@@ -438,3 +438,15 @@ def test_a_scale_that_is_moved_wrongly_in_front_of_a_wrong_node_is_blamed_too():
 
     assert location.culprits[-1].op == "tanh"
     assert any("mul" in (culprit.op, *culprit.region) for culprit in location.culprits[:-1])
+
+
+def test_a_node_that_gives_nan_is_the_culprit_although_all_other_elements_are_equal():
+    def lose_one(graph_module):
+        (node,) = calls(graph_module, "cos")
+        put_instead(node, lambda call: call(torch.cos, call(torch.log, call(torch.exp, node.args[0]))))
+
+    x = CHAIN_X[0].clone()
+    x[0, 0] = 100.0  # its exponential is Inf
+    location = td.locate(Chain(multiply_and_add), (x,), transform=passing(lose_one))
+
+    assert [culprit.op for culprit in location.culprits] == ["cos"]

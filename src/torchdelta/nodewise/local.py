@@ -280,14 +280,15 @@ class NodeJudging(JudgingSteps[Leaves]):
     def _pass_few_ulps(self, comparison: Comparison) -> Comparison:
         """Return a divergence of float32 by up to `FEW_ULPS` units in the last place as EQUIVALENT, others unchanged.
 
-        An error of float32 up to the `floor` of the values passes too, unless a NaN or Inf is out of place. A
-        comparison with a breach of the contract that is not excused is returned unchanged.
+        An error of float32 up to the `floor` of the values passes too. A comparison with a NaN or Inf out of place, or
+        with a breach of the contract that is not excused, is returned unchanged.
         """
         leaf, measurement = self.reference.get(comparison.path), comparison.measurement
         if comparison.verdict is not Verdict.DIVERGED or measurement is None or _is_broken(comparison):
             return comparison
         is_few = measurement.max_ulp is not None and measurement.max_ulp <= FEW_ULPS
-        is_few |= not measurement.misplaced and measurement.max_abs <= self.values.floor
+        is_few |= measurement.max_abs <= self.values.floor
+        is_few &= not measurement.misplaced
         if not isinstance(leaf, torch.Tensor) or leaf.dtype is not torch.float32 or not is_few:
             return comparison
         reason = f"{comparison.reason}; but correct functions may differ by a few units in the last place"
