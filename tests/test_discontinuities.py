@@ -544,3 +544,29 @@ def test_a_rounding_behind_another_decision_may_be_off_by_more_than_a_step():
 
     assert watch.decided_of(before).operand is not None
     assert watch.decided_of(behind).operand is None
+
+
+def test_margins_go_through_a_maximum_of_indices_an_index_and_what_refuses_the_other_values():
+    torch.manual_seed(0)
+    scores = torch.randn(4, 6)
+
+    with MarginWatch() as watch:
+        indices = scores.argmax(-1)
+        largest = indices.amax()
+        picked = torch.arange(100, 106).index_select(0, indices)
+        divided = 12 % (scores > -1e4).long()
+
+    margins, operation = watch.margin_of(indices)
+    assert operation == "argmax"
+    assert watch.margin_of(largest)[0] in margins[indices == largest]
+    assert torch.equal(watch.margin_of(picked)[0], margins)
+    assert watch.margin_of(divided)[0].shape == (4, 6)
+
+
+def test_what_is_kept_of_freed_tensors_is_dropped_now_and_then():
+    with MarginWatch() as watch:
+        value = torch.ones(3)
+        for _ in range(200):
+            value = value + 0.1 * (value > 0)
+
+    assert len(watch.behind) + len(watch.decided) < 40

@@ -52,5 +52,7 @@ def script_attributes(module: torch.jit.ScriptModule) -> dict[str, Any]:
     """
     registered = {*dict(module.named_parameters()), *dict(module.named_buffers()), *dict(module.named_children())}
     known = {*registered, "_is_full_backward_hook"}
-    names = sorted(module._concrete_type.get_attributes())  # they come in no order
+    # a frozen module is not told its type in Python
+    concrete: Any = vars(module).get("_concrete_type") or torch._C.ConcreteModuleType.from_jit_type(module._c._type())
+    names = sorted(concrete.get_attributes())  # they come in no order
     return {name: module._c.getattr(name) for name in names if name not in known}

@@ -28,6 +28,7 @@ from torchdelta.check.pairing import (
     has_differences,
     is_state,
     is_undecided,
+    lost_aliases,
     pair_stage,
     state_name,
 )
@@ -264,6 +265,7 @@ class Check(JudgingSteps[Observation]):
                 self.notes.append(f"{name} were not compared: {_OWN_STATE}")
                 continue
             doubt = doubt or self._doubt_new_names(of_one_side)
+            doubt = doubt or (self._doubt_lost_aliases() if name == "forward" else "")
             doubt = doubt or candidate.untransformed() or candidate.unchanged() or baseline.shortfall
             stages.append(Stage.of(name, tuple(comparisons), doubt))
             self.unmatched += unmatched
@@ -271,13 +273,30 @@ class Check(JudgingSteps[Observation]):
         return stages
 
     def _doubt_new_names(self, leaves: Sequence[UnmatchedLeaf]) -> str:
-        """Return why a stage without these leaves, which one side alone has, is in doubt: runs made some. Empty if not.
+        """Return why a stage without these leaves of one side is in doubt, because a run made some; empty if it is not.
 
-        The candidate did not start with the same names as the program, so it may have the same state elsewhere.
+        Another implementation may have the same state elsewhere, or not need it.
         """
-        sides = self.baseline.reference, self.candidate.observation
-        paths = [leaf.path for leaf in leaves if is_undecided(leaf, *sides)]
-        return f"{_first_four(paths)}: a run made this state, and the other side has none of this name" if paths else ""
+        paths = [leaf.path for leaf in leaves if is_undecided(leaf, self.baseline.reference)]
+        return (
+            f"{_first_four(paths)}: the run made this state, and the candidate has none of this name" if paths else ""
+        )
+
+    def _doubt_lost_aliases(self) -> str:
+        """Return why the forward is in doubt if state of the candidate has lost memory that it shared; empty if not.
+
+        It is in doubt if the reference's state shares memory with an argument, a parameter or a buffer, which a later
+        call may write to. State that shared memory with an output or other state alone is noted.
+        """
+        if "aliasing" in self._terms.ignore:
+            return ""
+        lost = lost_aliases(self.baseline.reference, self.candidate.observation)
+        doubtful = [path for path, others in lost.items() if any(map(_is_given, others))]
+        if noted := [path for path in lost if path not in doubtful]:
+            self.notes.append(f"{_first_four(noted)}: memory that is shared in the reference is not in the candidate")
+        if not doubtful:
+            return ""
+        return f"{_first_four(doubtful)}: only in the reference it shares memory with what the program is given"
 
     def _note_uncompared(self, leaves: Sequence[UnmatchedLeaf]) -> None:
         """Add a note on how many leaves have a name on one side only, and one on how many have other initial values.
@@ -374,8 +393,8 @@ class Check(JudgingSteps[Observation]):
         """Set `semantic_question` and `answers` to what float64 says of the whole program.
 
         A compiler captures the program in float64 without being told the dtypes of the native run. If its answers
-        diverge, it is held against a reference that is not told them either, and `lifted` has that reference if the
-        answers then agree.
+        diverge, it is held against a reference that is not told them either. If all answers are equivalent then, they
+        count, and `lifted` has that reference.
         """
         traits = self.transform.traits
         self.semantic_question, self.answers = semantic.judge_lifted(
@@ -389,7 +408,8 @@ class Check(JudgingSteps[Observation]):
             return
         lifted = replace(self.lifted, reference=untold, is_told=False)
         _, answers = semantic.judge_lifted(lifted, self.baseline, keeps_names=traits.keeps_names)
-        if not has_diverged(answers):
+        # a difference must not be lost in a leaf that is not answered, or only coarsely
+        if _are_equivalent(answers) and _paths_in(answers) == _paths_in(self.answers):
             self.lifted, self.answers = lifted, answers
 
     def _settle_choices(self, stages: list[Stage], yardstick: Yardstick[Observation]) -> list[Stage]:
@@ -621,6 +641,21 @@ class Check(JudgingSteps[Observation]):
 def _first_four(paths: Sequence[str]) -> str:
     """Return the first four paths, with commas, and the number of the others."""
     return ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
+
+
+def _are_equivalent(answers: Answers) -> bool:
+    """Tell whether every answer of float64 is equivalent."""
+    return all(each.verdict is Verdict.EQUIVALENT for leaves in answers.values() for each in leaves.values())
+
+
+def _paths_in(answers: Answers) -> set[tuple[str, str]]:
+    """Return stage and path of every answer of float64."""
+    return {(stage, path) for stage, leaves in answers.items() for path in leaves}
+
+
+def _is_given(path: str) -> bool:
+    """Tell whether a path is that of an argument, a parameter or a buffer."""
+    return path.startswith(("args[", "kwargs[", "parameters[", "buffers["))
 
 
 def _is_gradient(comparison: Comparison) -> bool:

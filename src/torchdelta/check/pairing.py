@@ -2,8 +2,8 @@
 
 A name that one side does not know at all is a matter of naming, and state that starts from other values is a matter of
 the implementation: neither is compared. A name that both sides know, and for which only one side has a leaf, is a
-difference. So is a name that the run of one side made, if both sides start with the same names; if they do not, it may
-be either (`is_undecided`). Start with `pair_stage`.
+difference. So is a name that a run made, if the transform keeps names. Another implementation may keep what it likes,
+but what the reference's run made and the candidate lacks leaves a doubt (`is_undecided`). Start with `pair_stage`.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ def pair_stage(
     the candidate, is left out of the leaves. With `keeps_names`, a pass may have weights of its own: if a parameter or
     buffer that neither side writes to starts from other values, it is left out, and so are those that one side alone
     has. State that a side writes to, and unregistered state, has to be there on both. If nothing starts from other
-    values, all leaves are returned, with an empty list. State that a run made has to be there on both, too, if both
-    sides start with the same names.
+    values, all leaves are returned, with an empty list. With `keeps_names`, state that a run made has to be there on
+    both, too, if both sides start with the same names.
     """
-    has_same_names = reference.start_names == candidate.start_names
-    own, written = candidate.other_starts, _new_names(reference, candidate) if has_same_names else frozenset[str]()
+    own, written = candidate.other_starts, frozenset[str]()
     if keeps_names:
+        if reference.start_names == candidate.start_names:
+            written |= reference.new_names | candidate.new_names
         written |= reference.written | candidate.written
         own = own - written
         if not own:
@@ -49,14 +50,9 @@ def pair_stage(
     return common_state(stage, reference, candidate, own, kept=written)
 
 
-def _new_names(reference: Observation, candidate: Observation) -> frozenset[str]:
-    """Return the names of state that the run of either side made."""
-    return frozenset(reference.new_names | candidate.new_names)
-
-
-def is_undecided(leaf: UnmatchedLeaf, reference: Observation, candidate: Observation) -> bool:
-    """Tell whether state of one side only was made by its run, and may be the same as other state of the other side."""
-    return state_name(leaf.path) in _new_names(reference, candidate)
+def is_undecided(leaf: UnmatchedLeaf, reference: Observation) -> bool:
+    """Tell whether the reference's run made the state of this leaf, which the candidate lacks or has elsewhere."""
+    return leaf.side == "reference" and state_name(leaf.path) in reference.new_names
 
 
 def complete(stage: str, observations: Sequence[Observation]) -> None:
@@ -137,25 +133,45 @@ def common_state(
     return common[0], common[1], renamed
 
 
-def common_aliases(
-    reference: Observation, candidate: Observation
-) -> tuple[dict[str, frozenset[str]], dict[str, frozenset[str]]]:
-    """Return the aliases of both sides; those of unregistered state are with values whose names both sides know."""
-    sides = reference, candidate
+Aliases = dict[str, frozenset[str]]
+"""The paths of the values with which the value at a path shares memory."""
+
+
+def common_aliases(reference: Observation, candidate: Observation) -> tuple[Aliases, Aliases]:
+    """Return the aliases of both sides that have to be the same.
+
+    Unregistered state has those with values whose names both sides know, and without those that the candidate lacks
+    (`lost_aliases`).
+    """
+    lost = lost_aliases(reference, candidate)
+    first = _known_aliases(reference, candidate, reference)
+    first |= {path: first[path] - others for path, others in lost.items()}
+    return first, _known_aliases(reference, candidate, candidate)
+
+
+def lost_aliases(reference: Observation, candidate: Observation) -> Aliases:
+    """Return with what unregistered state shares memory in the reference and not in the candidate, by path.
+
+    A compiler returns copies where eager returns its operand, as a dropout in eval mode does. That is no difference
+    until something is written in place.
+    """
+    first, second = (_known_aliases(reference, candidate, side) for side in (reference, candidate))
+    lost = {path: others - second.get(path, frozenset()) for path, others in first.items() if is_state(path)}
+    return {path: others for path, others in lost.items() if others}
+
+
+def _known_aliases(reference: Observation, candidate: Observation, side: Observation) -> Aliases:
+    """Return the aliases of one side; those of unregistered state are with values whose names both sides know."""
     known = reference.state_names & candidate.state_names
 
     def is_common(path: str) -> bool:
         name = state_name(path)
         return name is None or name in known
 
-    first, second = (
-        {
-            path: frozenset(filter(is_common, others)) if is_state(path) else others
-            for path, others in side.aliases.items()
-        }
-        for side in sides
-    )
-    return first, second
+    return {
+        path: frozenset(filter(is_common, others)) if is_state(path) else others
+        for path, others in side.aliases.items()
+    }
 
 
 def state_name(path: str) -> str | None:

@@ -28,6 +28,8 @@ from torchdelta.program.programs import Program
 
 ATTEMPTS = 6
 """How often values are drawn. Each draw lies nearer to the given inputs, which the program does accept."""
+LARGEST_NUMBER = 2**16
+"""Larger whole numbers among the inputs do not grow: a program may make a tensor of so many elements."""
 MOST_ELEMENTS = 2**20
 """A tensor may grow to so many elements, or to four times its size if that is more."""
 
@@ -134,7 +136,7 @@ def can_be_resized(program: Program) -> bool:
 
 
 def has_numbers(program: Program) -> bool:
-    """Tell whether any input is a whole number above 1, which a compiler may leave open like a size."""
+    """Tell whether any input is a whole number that may grow, which a compiler may leave open like a size."""
     return bool(_numbers(_inputs(program)))
 
 
@@ -202,13 +204,18 @@ def _tries(program: Program, changes: Iterable[Change], seed: int, *, with_numbe
 
 
 def _changed_number(change: Change) -> Callable[[int], int]:
-    """Return a function that changes whole numbers above 1; truth values stay."""
-    return lambda value: change(value, 0) if type(value) is int and value > 1 else value
+    """Return a function that changes whole numbers that may grow; other values stay."""
+    return lambda value: change(value, 0) if _may_grow(value) else value
 
 
 def _numbers(inputs: Any) -> list[int]:
-    """Return the whole numbers above 1 among the inputs, in order."""
-    return [leaf for leaf in tree_leaves(inputs) if type(leaf) is int and leaf > 1]
+    """Return the whole numbers among the inputs that may grow, in order."""
+    return [leaf for leaf in tree_leaves(inputs) if _may_grow(leaf)]
+
+
+def _may_grow(value: Any) -> bool:
+    """Tell whether a value is a whole number above 1, and not so large that twice as much may be too much memory."""
+    return type(value) is int and 1 < value <= LARGEST_NUMBER
 
 
 def _replace_by(tensors_by_id: Mapping[int, torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -18,6 +18,7 @@ A check uses the three in `check/decisions.py`.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -443,6 +444,10 @@ class DecisionMargins:
         )
 
 
+_FEW_KEPT = 16
+"""Up to so many margins are kept whether or not their tensors are alive."""
+
+
 class MarginWatch(OperationMode):
     """While active, keeps the margins of integers and booleans that were decided among floats, and of rounded floats.
 
@@ -456,6 +461,7 @@ class MarginWatch(OperationMode):
         self.decided: dict[ViewKey, DecisionMargins] = {}
         self.behind: set[StorageWeakRef] = set()
         """The memory that was computed from decisions: if one of them goes another way, it has quite other values."""
+        self._most_kept = _FEW_KEPT
 
     def decided_of(self, tensor: torch.Tensor) -> DecisionMargins | None:
         """Return what is known of the decisions behind a tensor; None if nothing is."""
@@ -524,10 +530,13 @@ class MarginWatch(OperationMode):
             self.decided[view_key(tensor)] = replace(decided, values=tensor.clone() if is_checked else None)
 
     def _drop_expired(self) -> None:
-        """Drop the margins of tensors whose memory is freed."""
+        """Drop what is kept of tensors whose memory is freed, whenever twice as much is kept as after the last time."""
+        if len(self.decided) + len(self.behind) < self._most_kept:
+            return
         for key in [key for key in self.decided if key[0].expired()]:  # type: ignore[no-untyped-call]
             del self.decided[key]
         self.behind = {memory for memory in self.behind if not memory.expired()}  # type: ignore[no-untyped-call]
+        self._most_kept = max(_FEW_KEPT, 2 * (len(self.decided) + len(self.behind)))
 
 
 def _decided_by_choice(choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DecisionMargins | None:
@@ -571,10 +580,16 @@ def _handed_on(
     """Return what is known of the result of an operation on decided operands, which does not decide itself.
 
     `operand` is the first of them, and `known` has what is known of each. Return None if the margins are not known: see
-    `_moved_margins`. Nor are they of an extreme, if neither the step nor the other values of its operand are: which
-    elements may become the extreme is then not known.
+    `_moved_margins`. Nor are they of an extreme of values that were not chosen, if neither the step nor the other
+    values of its operand are: which elements may become the extreme is then not known.
     """
     first = known[0]
+    if func is aten.index_select.default and operand is args[2]:
+        shape = [-1 if dim == args[1] % decided.dim() else 1 for dim in range(decided.dim())]
+        of_index = first.margins.reshape(shape).expand(decided.shape)
+        return DecisionMargins(margins=of_index, operation=first.operation)
+    if (func.is_view or func in _MOVES) and operand is not args[0]:
+        return None
     if func.is_view or func in _MOVES:
         return first.moved(lambda tensor: func(tensor, *args[1:], **kwargs))
     is_extreme = func in _EXTREMES
@@ -592,10 +607,13 @@ def _handed_on(
             origin = _extreme_among(first.other, first.margins, func, args, kwargs)
             rows = torch.arange(len(origin.values), device=decided.device).reshape(decided.shape)
             return replace(handed, origin=origin, rows=rows)
-        return None if step is None else handed
+        is_of_choice = bool(_DECIDERS[first.operation].choosing)
+        return handed if step is not None or is_of_choice else None
     if first.other is not None and torch.Tag.nondeterministic_seeded not in func.tags:
         own, named = tree_map(lambda leaf: first.other if leaf is operand else leaf, (args, kwargs))
-        handed = replace(handed, other=func(*own, **named))
+        # the program itself has never had the other values: they may be what the operation refuses
+        with contextlib.suppress(Exception):
+            handed = replace(handed, other=func(*own, **named))
     if func is aten._to_copy.default and decided.dtype is not torch.bool:
         handed = replace(handed, origin=first.origin, rows=first.rows)
     return handed
