@@ -1,4 +1,4 @@
-"""Narrowing casts that a candidate leaves out are noticed and named."""
+"""RegionParts casts that a candidate leaves out are noticed and named."""
 
 import pytest
 import torch

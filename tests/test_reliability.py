@@ -152,10 +152,7 @@ class TestLimitsOfTheMachine:
         ran = shell(f"$torchdelta {command} damage.py:build -t damage.py:off --memory 1KB {out}")
 
         assert ran.returncode == 2
-        # Python itself may run out of memory in the worker before the task can say so
-        reasons = ("needs too much memory by itself", "ended before its task began")
-        assert any(reason in ran.stderr for reason in reasons)
-        assert "memory" in ran.stderr.lower()
+        assert "needs too much memory by itself" in ran.stderr
         assert "eagerly" not in ran.stderr
 
     def test_memory_that_is_noticed_late_is_not_blamed_on_the_candidate(self, monkeypatch):

@@ -53,11 +53,13 @@ def run_query(order: Order) -> NoReturn:
     try:
         place = QueryDirectory(directory=Path(order.directory)).opened(lambda: _require_memory(order))
         _redirect_output(place.output)
-        _set_limits(order)
+        _print_stack_of_crash()
         del sys.argv[1:]  # the command line is not that of the program, which may read its own
         question = message_in(place.request.read_bytes())
         _set_up_compiler(place)
         place.tell_begun()
+        _require_memory(order)  # below a limit that is used up already, Python could not say so
+        _limit_memory(order)
         answer = _answer(question, place, order)
     except SystemExit as error:
         _exit(_exit_status(error))
@@ -176,13 +178,8 @@ def _redirect_output(output: Path) -> None:
         stream.reconfigure(line_buffering=True, write_through=True)  # type: ignore[union-attr]
 
 
-def _set_limits(order: Order) -> None:
-    """Print Python's stack on a crash or SIGTERM, write no core dumps, and limit the address space.
-
-    The limit is what is mapped now plus twice the order's `memory_bytes`, or the present limit (`ulimit -v`) if that is
-    lower. It is not changed if `memory_bytes` is None or the system has no /proc. On Windows only a crash prints the
-    stack, and nothing is limited.
-    """
+def _print_stack_of_crash() -> None:
+    """Let Python print its stack on a crash or SIGTERM, and write no core dumps; on Windows only a crash prints it."""
     faulthandler.enable()
     if sys.platform == "win32":
         return
@@ -190,12 +187,23 @@ def _set_limits(order: Order) -> None:
     import resource
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if order.memory_bytes is not None and _PAGE_COUNTS.exists():
-        # the supervisor measures memory in use; this limit stops allocations that are faster than its checks
-        mapped = int(_PAGE_COUNTS.read_text().split()[0]) * resource.getpagesize()
-        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-        most = min((limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY), default=sys.maxsize)
-        resource.setrlimit(resource.RLIMIT_AS, (min(mapped + 2 * order.memory_bytes, most), hard))
+
+
+def _limit_memory(order: Order) -> None:
+    """Limit the address space to what is mapped now plus twice the order's `memory_bytes`.
+
+    It is the present limit (`ulimit -v`) if that is lower. Nothing is limited if `memory_bytes` is None, and on systems
+    without /proc.
+    """
+    if order.memory_bytes is None or not _PAGE_COUNTS.exists():
+        return
+    import resource
+
+    # the supervisor measures memory in use; this limit stops allocations that are faster than its checks
+    mapped = int(_PAGE_COUNTS.read_text().split()[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most = min((limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY), default=sys.maxsize)
+    resource.setrlimit(resource.RLIMIT_AS, (min(mapped + 2 * order.memory_bytes, most), hard))
 
 
 def _require_memory(order: Order) -> None:

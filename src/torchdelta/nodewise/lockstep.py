@@ -32,7 +32,7 @@ from torchdelta._torch.graphs.nodes import may_write, returns_what_it_writes, wr
 from torchdelta._torch.process import runtime
 from torchdelta.nodewise.local import LocalJudge, NodeJudgement, inherited_from
 from torchdelta.nodewise.matching import Alignment
-from torchdelta.nodewise.narrowing import Narrowing, narrow
+from torchdelta.nodewise.narrowing import RegionParts, narrow
 from torchdelta.nodewise.regions import (
     Region,
     call_node,
@@ -69,7 +69,7 @@ class Lockstep:
     """The exception of a node that raised; the nodes before it were judged."""
     failed_at: str = ""
     notes: list[str] = field(default_factory=list)
-    narrowings: dict[Node, Narrowing] = field(default_factory=dict)
+    parts_of_regions: dict[Node, RegionParts] = field(default_factory=dict)
     """The parts of each pair whose value is wrong, by the candidate's node."""
     _lowered: dict[Node, torch.dtype] = field(default_factory=dict)
     _right: set[Node] = field(default_factory=set)
@@ -312,7 +312,7 @@ class Lockstep:
         gradients: tuple[Comparison, ...] = ()
         culprit = None
         if is_wrong(comparisons):
-            parts = self.narrowings[pair.candidate.result] = narrow(trial, reference)
+            parts = self.parts_of_regions[pair.candidate.result] = narrow(trial, reference)
             culprit = trial.blame(lambda edges: not is_wrong(trial.judge_values(reference, edges)))
             if any(culprit in part for part in parts.right):
                 culprit = next((node for node in reversed(pair.reference.nodes) if node in parts.wrong), culprit)
@@ -330,7 +330,7 @@ class Lockstep:
         if culprit is None:
             self._right.add(pair.reference.result)
         replaced = pair.reference.calls_until(culprit) if culprit in pair.reference.nodes else ()
-        narrowing = self.narrowings.get(pair.candidate.result)
+        narrowing = self.parts_of_regions.get(pair.candidate.result)
         wrong_part = narrowing.wrong if narrowing else frozenset(replaced)
         return NodeJudgement(
             reference=pair.reference.result,

@@ -93,7 +93,7 @@ def _has_company(
     matched = {*first.partners, *first.partners.values()}
     own = {node, wrong[node].reference}
     for each in judgements:
-        narrowing = lockstep.narrowings.get(each.candidate)
+        narrowing = lockstep.parts_of_regions.get(each.candidate)
         if narrowing and narrowing.equal.get(node) is wrong[node].reference:
             return True
         for region in narrowing.right if narrowing else (_region_of(each, lockstep),):
@@ -116,7 +116,7 @@ def _wrong_part(judgement: NodeJudgement, lockstep: Lockstep, wrong: dict[Node, 
 
     Return the region too if no pair of `wrong` is in the wrong part, because one of them must explain it.
     """
-    narrowing = lockstep.narrowings.get(judgement.candidate)
+    narrowing = lockstep.parts_of_regions.get(judgement.candidate)
     if narrowing and _pairs_in(narrowing.wrong, wrong):
         return narrowing.wrong
     return _region_of(judgement, lockstep)

@@ -13,7 +13,6 @@ value of the reference's `tanh`, it is right too, so all work behind `sigmoid` i
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -35,7 +34,7 @@ NEAR = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class Narrowing:
+class RegionParts:
     """A wrong pair of regions, divided into parts. A part has nodes of both sides."""
 
     wrong: frozenset[Node]
@@ -44,16 +43,19 @@ class Narrowing:
     """The candidate's nodes of the right parts that have the value of a node of the reference, with that node."""
 
 
-def narrow(trial: Trial, reference: Any) -> Narrowing:
+def narrow(trial: Trial, reference: Any) -> RegionParts:
     """Return the pair of a trial, whose regions have different values, divided into the wrong part and right ones.
 
     `reference` is the value of the reference's region. The wrong part is the whole pair if no value inside is right, if
     a region raises, or if the candidate's has more than `LARGEST_REGION` nodes.
     """
-    if len(trial.pair.candidate.nodes) <= LARGEST_REGION:
-        with suppress(Exception):  # a node that raises on other values tells nothing about the parts
-            return _Narrower(trial, reference).narrow()
-    return Narrowing(wrong=frozenset((*trial.pair.reference.nodes, *trial.pair.candidate.nodes)), equal={})
+    whole = RegionParts(wrong=frozenset((*trial.pair.reference.nodes, *trial.pair.candidate.nodes)), equal={})
+    if len(trial.pair.candidate.nodes) > LARGEST_REGION:
+        return whole
+    try:
+        return _Narrower(trial, reference).narrow()
+    except Exception:  # a node that raises on other values tells nothing about the parts
+        return whole
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class _Narrower:
     result: Any
     """The value of the reference's region."""
 
-    def narrow(self) -> Narrowing:
+    def narrow(self) -> RegionParts:
         """Return the pair divided into the wrong part and right ones; raise what a node of the regions raises."""
         starts = self._equal_nodes({})
         wrong: set[Node] = set()
@@ -83,7 +85,7 @@ class _Narrower:
         if end:
             starts = {**starts, self._ends[0]: self._ends[1]}
         equal = {node: partner for node, partner in starts.items() if node not in wrong}
-        return Narrowing(wrong=frozenset(wrong), right=tuple(part - wrong for part in right), equal=equal)
+        return RegionParts(wrong=frozenset(wrong), right=tuple(part - wrong for part in right), equal=equal)
 
     @property
     def _ends(self) -> tuple[Node, Node]:

@@ -126,7 +126,7 @@ def is_harmless(full: str, value: Any) -> bool:
     """
     config, key, entry = _entry_of(full)
     present = entry.default if entry.deprecated else getattr(config, key)  # which would warn
-    if any(value == _as_json(each) for each in (present, entry.default)):
+    if any(_is_same(value, each) for each in (present, entry.default)):
         return True
     if "remote" in key:
         return False
@@ -139,6 +139,13 @@ def is_harmless(full: str, value: Any) -> bool:
         return leaf is None or (isinstance(leaf, (int, float)) and math.isfinite(leaf) and abs(leaf) <= most)
 
     return _fits(value, entry.value_type, is_known_value)
+
+
+def _is_same(value: Any, present: Any) -> bool:
+    """Tell whether a value from JSON is that of a setting; the items of a set come in any order."""
+    if isinstance(present, (set, frozenset)):
+        return isinstance(value, list) and all(isinstance(each, str) for each in value) and set(value) == present
+    return bool(value == _as_json(present))
 
 
 def _fits(value: Any, kind: Any, accepts: Callable[[Any], bool]) -> bool:

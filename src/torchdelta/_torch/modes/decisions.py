@@ -18,7 +18,6 @@ A check uses the three in `check/decisions.py`.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -611,9 +610,11 @@ def _handed_on(
         return handed if step is not None or is_of_choice else None
     if first.other is not None and torch.Tag.nondeterministic_seeded not in func.tags:
         own, named = tree_map(lambda leaf: first.other if leaf is operand else leaf, (args, kwargs))
-        # the program itself has never had the other values: they may be what the operation refuses
-        with contextlib.suppress(Exception):
-            handed = replace(handed, other=func(*own, **named))
+        try:
+            other = func(*own, **named)
+        except Exception:  # the program itself has never had the other values: the operation may refuse them
+            other = None
+        handed = replace(handed, other=other)
     if func is aten._to_copy.default and decided.dtype is not torch.bool:
         handed = replace(handed, origin=first.origin, rows=first.rows)
     return handed
