@@ -15,6 +15,8 @@ from torchdelta import Verdict
 from torchdelta.compare.judge import Judge, is_inexact
 from torchdelta.compare.leaves import leaves_of
 from torchdelta.compare.policy_parser import parse
+from torchdelta.compare.protocol import JudgingSteps
+from torchdelta.records.comparison import Comparison
 
 EQUIVALENT, DIVERGED, INCONCLUSIVE = Verdict.EQUIVALENT, Verdict.DIVERGED, Verdict.INCONCLUSIVE
 NAN, INF = math.nan, math.inf
@@ -432,3 +434,50 @@ class TestTheVerdictOfAWhole:
 
         assert [seen.verdict is EQUIVALENT for seen in comparisons] == same
         assert not unmatched
+
+
+class Stepwise(JudgingSteps[str]):
+    """A subject whose error is `ratios[n]` times the allowed one, by the number n of noisy runs."""
+
+    def __init__(self, ratios):
+        self.ratios = ratios
+        self.counts = []
+
+    reference, truth = "reference", lambda self: "truth"
+
+    def judge_by_bits(self):
+        return None
+
+    def noisy(self, count):
+        return ["noisy"] * count
+
+    def compare(self, stage, yardstick):
+        count = len(yardstick.noisy)
+        self.counts.append(count)
+        ratio = self.ratios[count]
+        verdict = DIVERGED if ratio > 1 else EQUIVALENT
+        return [
+            Comparison(path="x", verdict=verdict, reason="", error=ratio, allowed=1.0, details={"noisy_runs": count})
+        ]
+
+    def excuse_integers(self, stages, yardstick):
+        return stages
+
+
+@pytest.mark.parametrize(
+    ("ratios", "counts", "verdict"),
+    [
+        ({1: 0.2}, [1], EQUIVALENT),
+        ({1: 0.8, 3: 0.7}, [1, 3], EQUIVALENT),
+        ({1: 1.9, 3: 1.1, 8: 0.4}, [1, 3, 8], EQUIVALENT),
+        ({1: 1.9, 3: 1.2, 8: 1.2}, [1, 3, 8], DIVERGED),
+        ({1: 4.0, 3: 3.0}, [1, 3], DIVERGED),
+        ({1: 9.0}, [1], DIVERGED),
+    ],
+)
+def test_more_noise_is_asked_for_the_nearer_an_error_is_to_the_threshold(ratios, counts, verdict):
+    subject = Stepwise(ratios)
+
+    (stage,) = subject.judge()
+
+    assert (subject.counts, stage.verdict) == (counts, verdict)
