@@ -122,3 +122,35 @@ def test_a_loss_of_accuracy_is_another_failure_than_wrong_values():
     assert [each.type for each in (*less, *wrong)] == ["accuracy", "values"]
     assert not less[0].is_same_as(wrong[0])
     assert not wrong[0].is_same_as(less[0])
+
+
+def rounding_more(share):
+    """A pass that adds a share of the error of rounding to bfloat16, which there is none of in float64."""
+
+    def transform(graph_module, example_inputs):
+        def call(*args):
+            results = graph_module.forward(*args)
+            return tuple(
+                each + share * (each.to(torch.bfloat16).float() - each) if each.dtype is torch.float32 else each
+                for each in results
+            )
+
+        return call
+
+    return transform
+
+
+@pytest.mark.parametrize(
+    ("times", "verdict"),
+    [(0.4, Verdict.EQUIVALENT), (1.5, Verdict.INCONCLUSIVE), (3.0, Verdict.DIVERGED)],
+)
+def test_less_accurate_by_less_than_twice_the_limit_is_too_near_to_tell(times, verdict):
+    torch.manual_seed(0)
+    layer = nn.Linear(32, 32)
+    whole = td.check(layer, X, transform=rounding_more(1.0), stages="forward")
+    ratio = max(each.ratio for each in whole.comparisons)
+
+    report = td.check(layer, X, transform=rounding_more(times / ratio), stages="forward")
+
+    assert report.verdict is verdict
+    assert ("too near to what would be rounding" in report.comparisons[0].reason) == (verdict is Verdict.INCONCLUSIVE)

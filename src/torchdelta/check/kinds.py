@@ -14,7 +14,7 @@ import torch
 
 from torchdelta.compare.judge import is_inexact
 from torchdelta.compare.noise import unit_roundoff
-from torchdelta.compare.protocol import COARSE
+from torchdelta.compare.protocol import COARSE, NARROW
 from torchdelta.program.stages import Observation
 from torchdelta.records.comparison import ANOTHER_FUNCTION, CONTRACT, LESS_ACCURATE, UNKNOWN, Comparison
 from torchdelta.records.report import Stage
@@ -41,8 +41,9 @@ class LiftedSides:
 def tell_kinds(stage: Stage, lifted: LiftedSides, accepted: float) -> Stage:
     """Return the stage; each leaf that diverged has its kind, and one that is less accurate says so in its reason.
 
-    A leaf that is the same function, and off by at most `accepted` times the noise, becomes equivalent. If no leaf
-    diverged, the stage is returned unchanged.
+    A leaf that is the same function becomes equivalent if it is off by at most `accepted` times the noise, and
+    inconclusive if it diverges narrowly: correct compilers do so now and then in bfloat16. If no leaf diverged, the
+    stage is returned unchanged.
     """
     if not any(comparison.verdict is Verdict.DIVERGED for comparison in stage.comparisons):
         return stage
@@ -54,8 +55,9 @@ def _tell_kind(comparison: Comparison, stage: str, lifted: LiftedSides, accepted
     """Return the comparison with its kind if it diverged, or else unchanged.
 
     One that is less accurate gets a new reason, which says how many times the noise it is off: with the old reason in
-    brackets, or, if that is at most `accepted` times, without it and as equivalent. If its error is not known, or its
-    noise is not known or zero, it gets its kind alone.
+    brackets, or, if that is at most `accepted` times, without it and as equivalent. It is inconclusive if its error is
+    at most `NARROW` times the allowed one. If its error is not known, or its noise is not known or zero, it gets its
+    kind alone.
     """
     if comparison.verdict is not Verdict.DIVERGED:
         return comparison
@@ -68,6 +70,9 @@ def _tell_kind(comparison: Comparison, stage: str, lifted: LiftedSides, accepted
     if times <= accepted:
         reason = f"{reason}, which the policy accepts"
         return replace(comparison, verdict=Verdict.EQUIVALENT, kind=kind, reason=reason)
+    if comparison.ratio <= NARROW:
+        reason = f"{reason}, too near to what would be rounding to tell ({comparison.reason})"
+        return replace(comparison, verdict=Verdict.INCONCLUSIVE, kind=kind, reason=reason)
     return replace(comparison, kind=kind, reason=f"{reason} ({comparison.reason})")
 
 
