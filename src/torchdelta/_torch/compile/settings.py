@@ -118,7 +118,7 @@ def has_wrong_type(full: str, value: Any) -> bool:
 
 
 def is_harmless(full: str, value: Any) -> bool:
-    """Tell whether a setting may be taken from a file that somebody else wrote: it cannot name a program or a place.
+    """Tell whether a setting may be taken from a file of another user: it cannot name a program or a place.
 
     That is so for truth values and numbers, alone or in lists, where the setting is one (numbers up to a bound), for
     texts that are known for the setting, and for the value that it has already, here or by default. It is not so for a
