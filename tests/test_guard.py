@@ -674,6 +674,8 @@ class TestConfig:
             {"budget_s": 0},
             {"only": (5, 2)},
             {"policy": "nearly"},
+            {"seed": -1},
+            {"seed": 0.5},
             {"colour": "red"},
         ],
     )

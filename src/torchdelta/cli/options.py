@@ -38,6 +38,7 @@ from torchdelta.records import trust as records_trust
 from torchdelta.records.case import CheckOptions, SearchLimits, require_positive
 from torchdelta.records.codec import to_json, write_report
 from torchdelta.records.comparison import Scalar
+from torchdelta.records.operators import Sweep
 from torchdelta.records.verdict import Verdict
 from torchdelta.report.terminal.style import console_for
 
@@ -353,6 +354,13 @@ EXIT_OF = {
     Verdict.CRASHED: 4,
     Verdict.TIMED_OUT: 4,
 }
+_INTERRUPTED = 130
+"""The exit code of a sweep that Ctrl-C ended early: 128 + SIGINT, as shells have it."""
+
+
+def exit_of_sweep(sweep: Sweep) -> int:
+    """Return the exit code of a sweep: that of its verdict, or 130 if it has not all rows."""
+    return EXIT_OF[sweep.verdict] if len(sweep.swept) == sweep.total else _INTERRUPTED
 
 
 OutDirectory = Annotated[Path, typer.Option("--out", "-o", help="The directory for everything that is found.")]
