@@ -115,7 +115,7 @@ class TestRepeat:
         answer = report.probe(probe)
 
         assert answer.verdict is Verdict.INCONCLUSIVE
-        assert f"called once more with the same inputs it raises {type(error).__name__}" in answer.reason
+        assert f"called once more it raises {type(error).__name__}" in answer.reason
 
     @pytest.mark.parametrize("change", [1, -1])
     def test_an_operator_that_returns_another_number_of_tensors_does_not_repeat_itself(self, change):

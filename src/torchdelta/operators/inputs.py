@@ -93,7 +93,7 @@ def _places_to_clone(op: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapp
 
 
 class RaisedOnceMore(Exception):
-    """The operator raised, although it ran on the same inputs before; the message says what it raised."""
+    """The operator raised, although it ran on these inputs before; the message says what it raised."""
 
 
 @contextmanager
@@ -107,7 +107,7 @@ def calling_once_more() -> Iterator[None]:
     except errors.TorchDeltaError:
         raise
     except errors.caught_from_user_code() as error:
-        raise RaisedOnceMore(f"called once more with the same inputs it raises {describe_error(error)}") from error
+        raise RaisedOnceMore(f"called once more it raises {describe_error(error)}") from error
 
 
 FORWARD = ("forward",)
