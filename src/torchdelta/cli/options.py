@@ -20,7 +20,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -163,17 +163,36 @@ def running(transform: str, json_file: Path | None, *, verbose: bool) -> Iterato
 
     `transform` begins each line. What the program prints meanwhile goes to stderr too, because stdout is for the
     answer. `json_file` is only checked: UsageError at once if it is a file that cannot be written. Without `verbose`,
-    warnings are only counted, and their number is printed at the end, unless the block raises.
+    warnings are only counted, and their number is printed at the end, unless the block raises. The working directory is
+    put back at the end.
     """
     if json_file is not None and json_file != STDOUT:
         require_writable(json_file)
     console = console_for(sys.stderr)
     with (
+        keeping_directory(),
         stdout_set_aside(),
         nullcontext() if verbose else counting_warnings(console),
         ProgressLine(transform, console) as progress,
     ):
         yield progress
+
+
+@contextmanager
+def keeping_directory() -> Iterator[None]:
+    """Return a context manager that puts the working directory back at its end, unless that is gone.
+
+    A program that runs in this process may leave it, and the paths that the user typed are relative to it.
+    """
+    before = None
+    with suppress(OSError):  # the command may be started in a directory that is gone
+        before = os.getcwd()
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            if before is not None:
+                os.chdir(before)
 
 
 def require_torch(what: str) -> None:
