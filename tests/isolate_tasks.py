@@ -122,6 +122,17 @@ def answer_oddly(request, place):
     return {"list": [1], "nan": {"x": float("nan")}, "object": {"x": object()}}[request["what"]]
 
 
+def replace_its_parts(request, place):
+    place.tell("before")
+    place.parts.unlink()
+    if request["by"] == "directory":
+        place.parts.mkdir()
+    else:
+        os.mkfifo(place.parts)
+    time.sleep(0.5)
+    return {}
+
+
 def leave_a_child(request, place):
     """Leave a child process behind, in this process group or, with `daemon`, in a session of its own."""
     child = subprocess.Popen(["sleep", "600"], start_new_session=request["daemon"])

@@ -84,6 +84,17 @@ def panics():
     raise Panic
 
 
+def panics_in_colour():
+    raise Panic("\\x1b[8mhidden")
+
+
+def leaves_its_directory():
+    import os
+
+    os.chdir("/")
+    return build()
+
+
 def interrupted():
     raise KeyboardInterrupt
 
@@ -351,6 +362,20 @@ class TestBadInput:
 
         assert ran.code == 2
         assert ran.err.splitlines()[-1] == f"torchdelta: {said}"
+
+    def test_the_traceback_of_a_panic_has_no_control_characters(self, command_line):
+        ran = command_line("check", "programs.py:panics_in_colour", "-t", "eager")
+
+        assert ran.code == 2
+        assert r"Panic: \x1b[8mhidden" in ran.err
+        assert "\x1b" not in ran.err
+
+    def test_a_program_that_leaves_the_working_directory_does_not_move_the_report(self, command_line, tmp_path):
+        ran = command_line("check", "programs.py:leaves_its_directory", "-t", "eager", "--json", "report.json")
+
+        assert ran.code == 0
+        assert os.getcwd() == str(tmp_path)
+        assert read_report(tmp_path / "report.json").verdict is Verdict.EQUIVALENT
 
     def test_with_debug_has_its_traceback(self, command_line):
         ran = command_line("check", "programs.py:raises", "-t", "eager", "--debug")

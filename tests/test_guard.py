@@ -26,6 +26,7 @@ from programs import broken
 from torchdelta._torch.graphs import graphs
 from torchdelta.guard import graph as guarded_graph
 from torchdelta.guard.config import PRESETS
+from torchdelta.guard.findings import GuardFindings
 from torchdelta.guard.graph import NO_ERROR
 from torchdelta.records import trust
 from torchdelta.records.verdict import Verdict
@@ -674,6 +675,8 @@ class TestConfig:
             {"budget_s": 0},
             {"only": (5, 2)},
             {"policy": "nearly"},
+            {"seed": -1},
+            {"seed": 0.5},
             {"colour": "red"},
         ],
     )
@@ -786,6 +789,24 @@ class TestRecords:
 
         (record,) = guard.findings.records.values()
         assert (record.call, record.directory) == (2, None)
+
+    def test_two_guards_with_one_directory_keep_both_findings(self, tmp_path):
+        first, second = (guarded(broken.relu_is_off, tmp_path, on_failure="report") for _ in range(2))
+        for guard in (first, second):
+            torch._dynamo.reset()
+            torch.compile(lambda x: torch.relu(x), backend=guard)(torch.linspace(-1, 1, 5))
+
+        (one,), (other,) = (guard.findings.records.values() for guard in (first, second))
+        assert one.directory == str(tmp_path / "guard" / "0001-dynamo")
+        assert other.directory == str(tmp_path / "guard" / "0001-dynamo.2")
+        for directory in (one.directory, other.directory):
+            assert td.read_report(pathlib.Path(directory) / "report.json").verdict is Verdict.DIVERGED
+
+    def test_a_warning_without_a_recording_names_no_place(self, tmp_path):
+        for out, where in ((None, ""), (tmp_path, f". Its recording is in {tmp_path}, and so are those of others")):
+            with pytest.warns(UserWarning, match="it runs eagerly") as caught:
+                GuardFindings(out=out).warn_once("it runs eagerly")
+            assert str(caught[0].message) == f"torchdelta: it runs eagerly{where}"
 
     def test_what_cannot_be_recorded_is_said(self, tmp_path):
         class Opaque:

@@ -449,6 +449,41 @@ def _family_of(process):
     return children + [number for child in children for number in _family_of(child)]
 
 
+@pytest.mark.parametrize("by", ["directory", "pipe"])
+def test_a_task_that_replaces_the_file_of_its_parts_still_has_an_outcome(pool, by):
+    outcome = ask(pool, "replace_its_parts", by=by)
+
+    assert outcome.answer == {}
+    assert outcome.parts == ("before",)
+
+
+def test_a_root_that_cannot_be_made_is_an_error_with_its_reason(tmp_path):
+    (tmp_path / "file").write_text("")
+
+    with pytest.raises(errors.EnvironmentUnfit, match="File exists"), PoolDirectory(tmp_path / "file"):
+        pass
+    with PoolDirectory(tmp_path / "directory") as directory:
+        assert directory.path.is_dir()
+
+
+def test_a_disk_without_locks_is_an_error_and_not_an_endless_loop(tmp_path, monkeypatch):
+    monkeypatch.setattr("torchdelta.records.file_locks._try_lock", lambda _: False)
+
+    with pytest.raises(errors.EnvironmentUnfit, match="cannot be locked"), PoolDirectory(tmp_path):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_machine_without_room_for_temporary_files_is_an_error_with_its_reason(monkeypatch):
+    def fail():
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr("tempfile.gettempdir", fail)
+
+    with pytest.raises(errors.EnvironmentUnfit, match="No usable temporary directory found: make room"):
+        Pool()
+
+
 @pytest.mark.slow
 def test_no_process_outlives_a_killed_parent_and_its_files_are_swept(busy_parent):
     process, family, root = busy_parent

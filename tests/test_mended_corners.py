@@ -2,7 +2,10 @@
 
 import operator
 import re
+import sys
 import threading
+import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -25,11 +28,14 @@ from torchdelta.compare.policy import Judgement
 from torchdelta.compare.policy_parser import parse
 from torchdelta.compare.statistics import compare_statistics, statistics_of
 from torchdelta.errors import ProgramError, ReproUnwritable, UsageError
+from torchdelta.guard.compiles import GuardedCompiles
+from torchdelta.guard.findings import GuardFindings
 from torchdelta.guard.followup import Followup, FollowupCommand
 from torchdelta.minify.edits import Edit
 from torchdelta.minify.subject import Name
 from torchdelta.program.examples import redraw
 from torchdelta.program.programs import Program, load_module
+from torchdelta.records.guard import GuardedGraphRecord
 from torchdelta.repro.script import _wrap
 
 
@@ -378,11 +384,39 @@ def test_a_tensor_has_one_range():
         read_arguments("f32(0, 1)(2, 3)[4]")
 
 
+def test_a_ctrl_c_while_culprits_are_named_leaves_no_command_behind(tmp_path, monkeypatch):
+    line = [sys.executable, "-c", "print('begun', flush=True); import time; time.sleep(60)"]
+    monkeypatch.setattr(FollowupCommand, "line", line)
+    record = GuardedGraphRecord(
+        number=1, name="a", backend="b", level="dynamo", nodes=1, verdict=Verdict.DIVERGED, directory=str(tmp_path)
+    )
+    findings = GuardFindings(out=tmp_path)
+    findings.update(record)
+    compiles = GuardedCompiles()
+    compiles._findings = findings
+
+    def interrupt(self, record, command):
+        self.begin(record, command)
+        while not (tmp_path / "locate.log").exists() or not (tmp_path / "locate.log").read_text():
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Followup, "wait_for", interrupt)
+    compiles.finish(tell=lambda _: None)
+
+    assert findings.followup.process.wait(timeout=30) != 0
+    assert "KeyboardInterrupt" in (tmp_path / "locate.log").read_text()
+    assert any("interrupted while culprits were named" in note for note in compiles.summary().notes)
+    later = findings.followup.begin(replace(record, directory=str(tmp_path / "later")), "locate")
+    assert later.wait(30)
+    assert not (tmp_path / "later").exists()
+
+
 def test_a_followup_whose_directory_is_gone_does_not_end_the_thread(tmp_path, monkeypatch):
     def fail(self):
         raise FileNotFoundError(2, "no such directory")
 
-    monkeypatch.setattr(FollowupCommand, "run", fail)
+    monkeypatch.setattr(FollowupCommand, "start", fail)
     followup = Followup()
     records = [SimpleNamespace(directory=str(tmp_path / "gone" / str(number))) for number in range(2)]
     ends = [followup.begin(record, "locate") for record in records]

@@ -99,6 +99,24 @@ class TestSchema:
 
 
 class TestRepeat:
+    @pytest.mark.parametrize("probe", ["schema", "repeat", "registration", "fake/given"])
+    @pytest.mark.parametrize("error", [RuntimeError("called too often"), SystemExit(3)], ids=repr)
+    def test_an_operator_that_raises_when_it_is_called_again_is_inconclusive(self, probe, error):
+        asked_already = []
+
+        def runs_at_first(x):
+            if asked_already:
+                raise error
+            return x + 1
+
+        with registered("runs_at_first(Tensor x) -> Tensor", runs_at_first, "CPU", Meta=torch.empty_like) as op:
+            x = torch.randn(3, requires_grad=True)
+            report = asked(op, x, probes=probe, gradients=True, progress=asked_already.append)
+        answer = report.probe(probe)
+
+        assert answer.verdict is Verdict.INCONCLUSIVE
+        assert f"called once more it raises {type(error).__name__}" in answer.reason
+
     @pytest.mark.parametrize("change", [1, -1])
     def test_an_operator_that_returns_another_number_of_tensors_does_not_repeat_itself(self, change):
         lengths = itertools.count(5, change)

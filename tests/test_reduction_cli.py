@@ -140,6 +140,25 @@ class TestMinify:
         assert report["repro"]["confirmed"]
         assert "relu" in (tmp_path / "out" / "repro.md").read_text()
 
+    def test_prints_its_result_also_if_the_last_files_do_not_fit_on_the_disk(self, command_line, tmp_path):
+        (tmp_path / "on_a_full_disk.py").write_text(
+            "import torchdelta.cli\n"
+            "from torchdelta.cli import minify\n"
+            "def fail(*_):\n"
+            "    raise OSError(28, 'No space left on device')\n"
+            "minify.write_file = fail\n"
+            "torchdelta.cli.main()\n"
+        )
+        words = ["minify", "programs.py:build", "-t", "programs.py:relu_is_off", "-o", "out", "--issue"]
+        command = [sys.executable, "on_a_full_disk.py", *words]
+        ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+        assert ran.returncode == 2, ran
+        assert ran.stdout.startswith("diverged")
+        said = "torchdelta: cannot write into out: No space left on device; make room, and use --resume"
+        assert ran.stderr.splitlines()[-1] == said
+        assert json.loads((tmp_path / "out" / "report.json").read_text())["repro"]["confirmed"]
+
     def test_says_so_where_nothing_fails(self, command_line):
         assert_one_sentence(
             command_line("minify", "programs.py:build", "-t", "programs.py:healthy", "-o", "out"),

@@ -244,6 +244,7 @@ class TestBlame:
         [
             ("deletes", "the directory of its query was deleted"),
             ("deletes_when_run", "the directory of its query was deleted"),
+            ("replaces_its_directory_by_a_file", "the directory of its query was deleted"),
             ("answers", "the file of its answer is damaged"),
             ("answers_with_a_pipe", "the file of its answer is damaged"),
         ],

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -164,7 +165,11 @@ class TestAScriptIsWhatItIsUnderPython:
             "os.kill(os.getpid(), signal.SIGTERM)",
             "signal.signal(signal.SIGTERM, lambda *_: sys.exit(9)); os.kill(os.getpid(), signal.SIGTERM)",
             "sys.excepthook = lambda kind, error, trace: print('hooked', kind.__name__, trace.tb_lineno); 1 / 0",
+            "sys.excepthook = lambda *_: sys.exit(3)\n1 / 0",
+            "sys.excepthook = lambda *_: sys.exit('that was it')\n1 / 0",
             "class Odd(BaseException): pass\nraise Odd",
+            "class Odd:\n    __str__ = None\nsys.exit(Odd())",
+            "sys.stderr = None\nsys.exit('that was it')",
             "try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    raise OSError from error",
             "import no_such_module",
             "this is no Python",
@@ -187,6 +192,54 @@ class TestAScriptIsWhatItIsUnderPython:
             assert summary_of(guarded) == guarded.stderr[len(plain.stderr) :].rstrip()
         else:
             assert guarded.stderr == ""
+
+    @pytest.mark.parametrize(
+        "ending", ["sys.exit('that was it')", "def hook(*_): raise OSError\nsys.excepthook = hook\n1 / 0"]
+    )
+    def test_when_it_closes_its_stderr(self, folder, ending):
+        (folder / "script.py").write_text(f"import sys\nsys.stderr.close()\n{ending}")
+
+        plain, guarded = python("script.py"), run("script.py")
+
+        assert (guarded.returncode, guarded.stdout) == (plain.returncode, plain.stdout) == (1, "")
+        assert "torchdelta" not in guarded.stderr
+
+    def test_when_its_stdout_cannot_be_flushed(self, folder):
+        tee = "class Tee:\n    def write(self, text): sys.__stdout__.write(text)\nsys.stdout = Tee()"
+        (folder / "script.py").write_text(f"import sys\n{tee}\nprint('begun')\nsys.exit(3)")
+
+        plain, guarded = python("script.py"), run("script.py")
+
+        assert (guarded.returncode, guarded.stdout) == (plain.returncode, plain.stdout)
+        assert "nothing in it was compiled" in summary_of(guarded)
+        assert "torchdelta itself" not in guarded.stderr
+
+    def test_when_it_is_interrupted_while_its_threads_work(self, folder):
+        wait = "import threading, time\nthreading.Thread(target=time.sleep, args=(2,)).start()\n"
+        (folder / "script.py").write_text(f"{wait}print('begun', flush=True)")
+        command = [sys.executable, "-m", "torchdelta", "run", "script.py"]
+
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            process.stdout.readline()
+            time.sleep(0.5)
+            process.send_signal(signal.SIGINT)
+            _, stderr = process.communicate(timeout=60)
+
+        assert process.returncode == 0  # as Python itself
+        assert "KeyboardInterrupt" in stderr
+        assert "nothing in it was compiled" in stderr
+
+    def test_when_a_thread_of_it_starts_another(self, folder):
+        late = "def late():\n    time.sleep(0.5)\n    print('late', file=sys.stderr, flush=True)\n"
+        early = "def early():\n    time.sleep(0.3)\n    threading.Thread(target=late).start()\n"
+        (folder / "script.py").write_text(
+            f"import sys, threading, time\n{late}{early}threading.Thread(target=early).start()"
+        )
+
+        guarded = run("script.py")
+
+        assert guarded.stderr.startswith("late\n")
+        assert "nothing in it was compiled" in summary_of(guarded)
 
     def test_when_it_forks(self, folder):
         (folder / "script.py").write_text(
@@ -225,6 +278,11 @@ class TestWrongUsage:
             (["--only-nodes", "few", "facts.py"], "malformed range of node counts 'few'"),
             (["--only-nodes", "9:3", "facts.py"], "no number from 9 to 3"),
             (["--out", "facts.py", "facts.py"], "cannot make the directory facts.py"),
+            (["--watch-passes", "--every", "3", "facts.py"], "--every concerns guarded graphs"),
+            (["--watch-passes", "--on-failure", "raise", "facts.py"], "--on-failure concerns guarded graphs"),
+            (["--watch-passes", "--budget", "3", "facts.py"], "--budget concerns guarded graphs"),
+            (["--watch-passes", "--only-nodes", "3:", "facts.py"], "--only-nodes concerns guarded graphs"),
+            (["--watch-passes", "--out", "found", "facts.py"], "--out concerns guarded graphs"),
         ],
     )
     def test_is_one_sentence_before_anything_runs(self, arguments, said):

@@ -299,7 +299,7 @@ def test_show_prints_a_sweep_and_exits_as_it_did(monkeypatch, capsys, tmp_path):
 
     code, printed = run_cli(monkeypatch, capsys, "show", tmp_path / "sweep.json")
 
-    assert code == 1
+    assert code == 130  # it was interrupted
     lines = [" ".join(line.split()) for line in printed.out.splitlines()]
     assert "diverged 3 operators of torch's database, 3 of 4 with a dtype" in lines
     assert "float32 2 1 0 1 0 0" in lines
@@ -342,6 +342,22 @@ def test_what_nobody_could_decide_does_not_make_a_sweep_fail():
     assert found.verdict is Verdict.EQUIVALENT
 
 
+def test_a_sweep_in_which_no_operator_is_equivalent_is_not():
+    undecided = a_sweep().swept[2]
+
+    found = Sweep(swept=(undecided,), total=1, environment=reports.ENVIRONMENT, words={})
+
+    assert found.verdict is Verdict.INCONCLUSIVE
+
+
+@pytest.mark.parametrize(("total", "code"), [(1, 0), (2, 130)])
+def test_show_exits_by_the_verdict_of_a_sweep_unless_it_was_interrupted(monkeypatch, capsys, tmp_path, total, code):
+    same = a_sweep().swept[0]
+    write_report(Sweep(swept=(same,), total=total, environment=reports.ENVIRONMENT, words={}), tmp_path / "sweep.json")
+
+    assert run_cli(monkeypatch, capsys, "show", tmp_path / "sweep.json")[0] == code
+
+
 def test_nothing_swept_is_no_success():
     assert Sweep(swept=(), total=3, environment=reports.ENVIRONMENT, words={}).verdict is Verdict.INCONCLUSIVE
 
@@ -361,6 +377,8 @@ def test_nothing_swept_is_no_success():
         (("--opinfo", "all", "--workers", "0"), "--workers is a number above 0"),
         (("--opinfo", "all", "--samples", "0"), "at least one sample"),
         (("--opinfo", "all", "--gradients", "maybe"), "--gradients is auto, yes or no"),
+        (("--opinfo", "all", "--seed", "-1"), "seed must be from 0"),
+        (("aten.sin", "--args", "f32[3]", "--seed", str(2**70)), "seed must be from 0"),
         (("--opinfo", "all", "--timeout", "-1"), "--timeout is a number above 0"),
         (("aten.sin", "--args", "float32[3]", "--inputs", "a.py:b"), "leave one out"),
     ],

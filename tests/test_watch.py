@@ -376,6 +376,8 @@ class TestTheWatcher:
         assert not inductor_passes.is_watching()
 
     def test_refuses_a_policy_that_there_is_not(self):
+        with pytest.raises(td.UsageError, match="seed must be from 0"), td.watch_passes(seed=-1):
+            pass
         with pytest.raises(td.UsageError), td.watch_passes(policy="nosie"):
             pytest.fail("watched by no policy")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -48,6 +48,7 @@ from torchdelta.records.location import Location
 from torchdelta.records.recording import recording_of
 from torchdelta.records.report import Culprit, Report, compares_exceptions
 from torchdelta.records.signatures import signatures_of
+from torchdelta.records.strict_json import write_file
 from torchdelta.records.verdict import Verdict
 from torchdelta.storage.run_directory import DIAGNOSIS, RunDirectory, RunQuestion
 
@@ -162,7 +163,8 @@ class Diagnosis:
             return report
         except Exception as error:  # a mistake of ours must not cost the user the results of the steps before
             self.notes.append(f"{name} failed by a mistake of torchdelta's own: {type(error).__name__}: {error}")
-            (self.out / f"{name}.traceback.txt").write_text(traceback.format_exc(), encoding="utf-8")
+            with suppress(OSError):  # a full disk may be the reason
+                (self.out / f"{name}.traceback.txt").write_text(traceback.format_exc(), encoding="utf-8")
             return report
         self._keep(extended)
         return extended
@@ -330,8 +332,8 @@ class Diagnosis:
             no_issue = ", so no issue was written" if self.with_issue else ""
             self.notes.append(f"{path.name} did not show the failure in a clean process{no_issue}")
         elif self.with_issue:
+            write_file(path.with_suffix(".md"), small.issue(path, data=self.with_data))
             self.issues.append(path.with_suffix(".md"))
-            self.issues[-1].write_text(small.issue(path, data=self.with_data), encoding="utf-8")
         return replace(report, repro=repro) if number == 1 else report
 
     def _script(self, number: int) -> Path:

@@ -4,6 +4,7 @@ import ctypes
 import os
 import shutil
 import tempfile
+import time
 
 import torch
 
@@ -53,6 +54,13 @@ def deletes_when_run(graph_module, example_inputs):
     return run
 
 
+def replaces_its_directory_by_a_file(graph_module, example_inputs):
+    shutil.rmtree(_directory())
+    with open(_directory(), "w"):
+        time.sleep(0.5)  # so that the command asks for its part meanwhile
+    return graph_module
+
+
 def answers(graph_module, example_inputs):
     with open(os.path.join(_directory(), "answer.json"), "w") as file:
         file.write("{}")
@@ -76,7 +84,6 @@ def fills(graph_module, example_inputs):
 
 def leaves_a_daemon(graph_module, example_inputs):
     import signal
-    import time
 
     zygote = os.getppid()
     if os.fork() == 0:
@@ -105,7 +112,6 @@ def reads_the_command_line():
 
 def leaves_a_thread():
     import threading
-    import time
 
     threading.Thread(target=time.sleep, args=(600,)).start()
     return build()

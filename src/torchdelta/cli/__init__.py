@@ -76,16 +76,21 @@ def _run(restore_streams: Callable[[], None]) -> None:
         raise KeyboardInterrupt from None
     except TorchDeltaError as error:
         if "--debug" in sys.argv:
-            traceback.print_exc()
+            _print_traceback()
         print(f"torchdelta: {printable(str(error))}", file=sys.stderr)
         sys.exit(USAGE)
     except Exception:
-        traceback.print_exc()
+        _print_traceback()
         print("torchdelta: this is a mistake of torchdelta itself; please report the lines above", file=sys.stderr)
         sys.exit(INTERNAL)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the program's own: Python would exit with 1, which means that it diverged
-        traceback.print_exc()
+        _print_traceback()
         print(f"torchdelta: the program raised {type(error).__name__}, which is not an Exception", file=sys.stderr)
         sys.exit(USAGE)
+
+
+def _print_traceback() -> None:
+    """Print the traceback of the exception that is being handled to stderr, with its control characters as escapes."""
+    print(printable(traceback.format_exc()), file=sys.stderr, end="")

@@ -25,10 +25,12 @@ from torchdelta.cli.options import (
     taking,
     workers_for,
 )
+from torchdelta.errors import UsageError
 from torchdelta.isolate.pool import CAN_FORK
 from torchdelta.records.case import CheckOptions, SearchLimits, case_of
 from torchdelta.records.codec import write_report
 from torchdelta.records.recording import complete
+from torchdelta.records.strict_json import write_file
 from torchdelta.report.terminal.check import print_report
 from torchdelta.repro.confirm import CleanProcess, ended
 from torchdelta.storage.run_directory import DIAGNOSIS, RunDirectory, RunQuestion
@@ -85,14 +87,23 @@ def command(
             tell=lambda reduction: progress(str(reduction)),
         )
         small = minifier.run()
-        write_report(_report_of(small), out / "report.json")
+        report = _report_of(small)
         path = out / "repro.py"
-        small, repro = small.with_script(path, data=not no_data)
-        if issue:
-            path.with_suffix(".md").write_text(small.issue(path, data=not no_data), encoding="utf-8")
-        report = replace(_report_of(small), repro=repro)
-        write_report(report, out / "report.json")
+        unwritten: UsageError | None = None
+        try:
+            write_report(report, out / "report.json")
+            small, repro = small.with_script(path, data=not no_data)
+            report = replace(_report_of(small), repro=repro)
+            write_report(report, out / "report.json")
+            if issue:
+                write_file(path.with_suffix(".md"), small.issue(path, data=not no_data))
+        except UsageError as error:
+            unwritten = error
+        except OSError as error:
+            unwritten = UsageError(f"cannot write into {out}: {error.strerror or error}; make room, and use --resume")
     print_report(report)
+    if unwritten is not None:  # the result is printed all the same
+        raise unwritten
     if issue:
         print(path.with_suffix(".md"))
     if repro.confirmed:

@@ -18,6 +18,7 @@ from torchdelta.cli.options import (
     Resume,
     Seed,
     deliver,
+    exit_of_sweep,
     pass_on,
     read_bytes,
     require_directory,
@@ -26,10 +27,10 @@ from torchdelta.cli.options import (
     taking,
 )
 from torchdelta.errors import UsageError
-from torchdelta.operators.isolated import check_op_isolated
+from torchdelta.operators.isolated import IsolatedOpCheck, check_op_isolated
 from torchdelta.operators.sweep import DTYPES, GRADIENTS, SweepRequest, sweep
-from torchdelta.records.case import require_positive, words_of
-from torchdelta.records.operators import OpReport, Sweep
+from torchdelta.records.case import require_positive, require_seed, words_of
+from torchdelta.records.operators import Sweep
 from torchdelta.report.terminal.operators import print_operator, print_sweep
 
 TIMEOUT_S = 180.0
@@ -98,10 +99,6 @@ def run_sweep(
     )
 
 
-_INTERRUPTED = 130
-"""The exit code of a sweep that Ctrl-C ended early: 128 + SIGINT, as shells have it."""
-
-
 def read_call(
     args: Annotated[str | None, typer.Option(help="Its arguments: 'float32[3, 4], dim=1'.")] = None,
     inputs: Annotated[str | None, typer.Option(help="file.py:factory of args, or of (args, kwargs).")] = None,
@@ -127,9 +124,10 @@ def read_questions(
 ) -> dict[str, Any]:
     """Return these options by name: `probes` and `backends` split at commas into tuples, the others as they were typed.
 
-    The tuples are empty by default. UsageError if `gradients` is not auto, yes or no. Other values are not checked
-    here.
+    The tuples are empty by default. UsageError if `gradients` is not auto, yes or no, or if the seed is negative or too
+    large. Other values are not checked here.
     """
+    require_seed(seed)
     if gradients not in GRADIENTS:
         raise UsageError(f"--gradients is auto, yes or no, not {gradients!r}")
     words = {"probes": words_of(probes), "backends": words_of(backends), "policy": policy, "gradients": gradients}
@@ -156,7 +154,8 @@ def command(
     """Does an operator do what compilers take it to do?
 
     Of one operator the exit code is that of its verdict. Of a sweep (--opinfo) it is 4 if any operator crashed or timed
-    out, else 1 if any diverged, else 0: of a whole database many are inconclusive. An interrupted sweep exits with 130.
+    out, else 1 if any diverged, else 0 if any is equivalent: of a whole database many are inconclusive. It is 3 if all
+    are. An interrupted sweep exits with 130.
     """
     if name is not None and sweep["opinfo"] is not None:
         raise UsageError(f"{name} and --opinfo exclude each other: name one operator, or those of torch's")
@@ -170,11 +169,17 @@ def command(
         with running("sweep", json_file, verbose=verbose) as progress:
             result = run_sweep(sweep, questions, progress=progress, **limits)
         deliver(result, json_file, lambda: print_sweep(result, verbose=verbose))
-        raise typer.Exit(EXIT_OF[result.verdict] if len(result.swept) == result.total else _INTERRUPTED)
+        raise typer.Exit(exit_of_sweep(result))
     _refuse(sweep, "a sweep over torch's database, and needs --opinfo")
     with running(name, json_file, verbose=verbose) as progress:
-        report = _check(name, call, questions, limits, progress, verbose=verbose)
-    deliver(report, json_file, lambda: print_operator(report, verbose=verbose))
+        checked = _check(name, call, questions, limits, progress)
+    report = checked.report
+    deliver(
+        report,
+        json_file,
+        lambda: print_operator(report, verbose=verbose),
+        lambda: pass_on(checked.output, checked.warnings, verbose=verbose),
+    )
     raise typer.Exit(EXIT_OF[report.verdict])
 
 
@@ -191,15 +196,13 @@ def _check(
     questions: Mapping[str, Any],
     limits: Mapping[str, Any],
     progress: Callable[[str], None],
-    *,
-    verbose: bool,
-) -> OpReport:
-    """Check one operator in a worker, print the worker's output to stderr, and return the report.
+) -> IsolatedOpCheck:
+    """Check one operator in a worker; return the report with the worker's output and warnings.
 
-    Warnings are printed too if `verbose`, and otherwise their number. `call` is the result of `read_call`, `questions`
-    that of `read_questions`, and `limits` has `timeout_s` and `memory_bytes`.
+    `call` is the result of `read_call`, `questions` that of `read_questions`, and `limits` has `timeout_s` and
+    `memory_bytes`.
     """
-    result = check_op_isolated(
+    return check_op_isolated(
         name,
         arguments=None if call["inputs"] is not None else read_arguments(call["args"] or ""),
         inputs=call["inputs"],
@@ -214,5 +217,3 @@ def _check(
         progress=progress,
         **limits,
     )
-    pass_on(result.output, result.warnings, verbose=verbose)
-    return result.report

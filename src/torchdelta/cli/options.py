@@ -20,7 +20,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,6 +38,7 @@ from torchdelta.records import trust as records_trust
 from torchdelta.records.case import CheckOptions, SearchLimits, require_positive
 from torchdelta.records.codec import to_json, write_report
 from torchdelta.records.comparison import Scalar
+from torchdelta.records.operators import Sweep
 from torchdelta.records.verdict import Verdict
 from torchdelta.report.terminal.style import console_for
 
@@ -162,17 +163,36 @@ def running(transform: str, json_file: Path | None, *, verbose: bool) -> Iterato
 
     `transform` begins each line. What the program prints meanwhile goes to stderr too, because stdout is for the
     answer. `json_file` is only checked: UsageError at once if it is a file that cannot be written. Without `verbose`,
-    warnings are only counted, and their number is printed at the end, unless the block raises.
+    warnings are only counted, and their number is printed at the end, unless the block raises. The working directory is
+    put back at the end.
     """
     if json_file is not None and json_file != STDOUT:
         require_writable(json_file)
     console = console_for(sys.stderr)
     with (
+        keeping_directory(),
         stdout_set_aside(),
         nullcontext() if verbose else counting_warnings(console),
         ProgressLine(transform, console) as progress,
     ):
         yield progress
+
+
+@contextmanager
+def keeping_directory() -> Iterator[None]:
+    """Return a context manager that puts the working directory back at its end, unless that is gone.
+
+    A program that runs in this process may leave it, and the paths that the user typed are relative to it.
+    """
+    before = None
+    with suppress(OSError):  # the command may be started in a directory that is gone
+        before = os.getcwd()
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            if before is not None:
+                os.chdir(before)
 
 
 def require_torch(what: str) -> None:
@@ -353,6 +373,13 @@ EXIT_OF = {
     Verdict.CRASHED: 4,
     Verdict.TIMED_OUT: 4,
 }
+_INTERRUPTED = 130
+"""The exit code of a sweep that Ctrl-C ended early: 128 + SIGINT, as shells have it."""
+
+
+def exit_of_sweep(sweep: Sweep) -> int:
+    """Return the exit code of a sweep: that of its verdict, or 130 if it has not all rows."""
+    return EXIT_OF[sweep.verdict] if len(sweep.swept) == sweep.total else _INTERRUPTED
 
 
 OutDirectory = Annotated[Path, typer.Option("--out", "-o", help="The directory for everything that is found.")]

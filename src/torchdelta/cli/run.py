@@ -100,6 +100,8 @@ def command(
     """Run a script as python would; compare its compiled graphs with eager runs of them, or watch inductor's passes."""
     if module and code:
         raise UsageError("-m and -c exclude each other: name a module or write code")
+    if watch_passes and guard is None:
+        _refuse_guard_options({**guard_options, "out": out})
     program = Script(kind=MODULE if module else CODE if code else FILE, text=script, arguments=tuple(arguments or ()))
     require_torch("a guarded run")
     if out is not None:
@@ -132,7 +134,8 @@ def _sum_up(compiles: GuardedCompiles, ending: ScriptEnding, *, strict: bool) ->
     a watched pass changed a result, it is an ending with status 1. After Ctrl-C guards are not finished, so that
     culprits are not looked for.
     """
-    with contextlib.suppress(OSError, ValueError):  # Python itself reports a closed pipe when it exits
+    # Python itself reports when it exits that a stream of the script's own, or a closed pipe, cannot be flushed
+    with contextlib.suppress(Exception):
         if sys.stdout is not None:
             sys.stdout.flush()
     if not ending.is_interrupted:
@@ -152,6 +155,19 @@ def _is_wrong(summary: GuardSummary, watched: PassSummary | None) -> bool:
     """Tell whether a guarded graph failed, or a watched pass changed what is computed."""
     failed = any(Verdict(name).is_failure for name, many in summary.verdicts.items() if many)
     return failed or bool(watched is not None and watched.findings)
+
+
+def _refuse_guard_options(words: dict[str, Any]) -> None:
+    """Raise UsageError if an option was typed that concerns guarded graphs alone; the policy concerns passes too.
+
+    `words` has the result of `read_guard_options`, and `out`. An option with its default value counts as not typed.
+    """
+    defaults = {**read_guard_options(), "out": None}
+    names = {"budget_s": "budget", "only": "only-nodes"}
+    for word, value in words.items():
+        if word != "policy" and value != defaults[word]:
+            option = names.get(word, word).replace("_", "-")
+            raise UsageError(f"--{option} concerns guarded graphs, and --watch-passes guards none: add --guard all")
 
 
 def _range(text: str) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from torchdelta.cli.options import EXIT_OF, Debug
+from torchdelta.cli.options import EXIT_OF, Debug, exit_of_sweep
 from torchdelta.records.audit import Audit
 from torchdelta.records.codec import Saved, read_report
 from torchdelta.records.location import Location
@@ -47,5 +47,7 @@ def command(
     saved = read_report(report, None)
     PRINTERS[type(saved)](saved, verbose=verbose)
     verdict = getattr(saved, "verdict", None)  # an audit and a sensitivity are measurements, and have none
+    if isinstance(saved, Sweep):
+        raise typer.Exit(exit_of_sweep(saved))
     if verdict is not None:
         raise typer.Exit(EXIT_OF[verdict])

@@ -64,13 +64,15 @@ class GuardedCompiles:
         """Look into the failures of the script as `GuardFindings.finish` does, and wait for the answers.
 
         `tell` gets a line before each command. Nothing is done if no guard was made. An Exception or a Ctrl-C here
-        becomes a note and is not raised; the failures that are left then keep their records.
+        becomes a note and is not raised; the failures that are left then keep their records. A Ctrl-C also ends the
+        command that is under way.
         """
         if self._findings is None:
             return
         try:
             self._findings.finish(tell=tell)
         except KeyboardInterrupt:
+            self._findings.followup.interrupt()
             self._notes.append(
                 "interrupted while culprits were named: `torchdelta locate` on a report's place does that"
             )

@@ -9,7 +9,7 @@ from torch.fx import GraphModule
 
 from torchdelta.compare.policy_parser import parse
 from torchdelta.errors import UsageError
-from torchdelta.records.case import require_positive
+from torchdelta.records.case import require_positive, require_seed
 from torchdelta.records.guard import CHOICES
 
 Only = Callable[[GraphModule], bool] | tuple[int, int]
@@ -40,6 +40,7 @@ class GuardConfig:
 
     def __post_init__(self) -> None:
         """Raise UsageError for a value that an option cannot have, such as an unknown choice or a malformed policy."""
+        require_seed(self.seed)
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 listed = ", ".join(map(str, known))

@@ -7,6 +7,7 @@ check or a command has an answer. `summary` counts them for the report.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import tempfile
 import threading
 import time
@@ -54,6 +55,7 @@ class GuardFindings:
         """Make the directory `out`, if one is given; UsageError if it cannot be made."""
         self.followup = Followup()
         self.has_warned = False
+        self._directories: dict[str, Path] = {}
         if self.out is not None:
             self._require_directory(self.out)
 
@@ -72,9 +74,10 @@ class GuardFindings:
                 self._write_to_index(record)
 
     def directory_for(self, record: GuardedGraphRecord) -> Path:
-        """Return the directory for the recording of a graph's call, within `out`, and make it if there is none.
+        """Return the directory for the recording of a graph's call, within `out`, and make it the first time.
 
-        Its name has the graph's number and level, and the call's number from the second call on. Without `out`, a new
+        Its name has the graph's number and level, and the call's number from the second call on. If another guard, run
+        or process made one of that name, a number follows, because its recording and reports stay. Without `out`, a new
         directory in `workplace` becomes `out`, or one among the temporary files if that is gone; all earlier records
         are written to its index. OSError if a directory cannot be made.
         """
@@ -85,14 +88,17 @@ class GuardFindings:
                 for earlier in self.records.values():
                     self._write_to_index(earlier)
             again = f"-{record.call}" if record.call > 1 else ""
-            directory = self.out / f"{record.number:04d}-{record.level}{again}"
-            directory.mkdir(exist_ok=True)
-            return directory
+            name = f"{record.number:04d}-{record.level}{again}"
+            if name not in self._directories:
+                self._directories[name] = _make_new_directory(self.out, name)
+            self._directories[name].mkdir(exist_ok=True)  # the script may have removed it since
+            return self._directories[name]
 
     def warn_once(self, text: str) -> None:
         """Warn of a failure that the run survived, if it is the first of the run; otherwise do nothing.
 
-        A warning that the script's filters turn into an exception is dropped.
+        It says where the recordings are, if there are any. A warning that the script's filters turn into an exception
+        is dropped.
         """
         with self.lock:
             is_first, self.has_warned = not self.has_warned, True
@@ -100,9 +106,8 @@ class GuardFindings:
             return
         # a script that turns warnings into errors means its own; this run is to go on
         with contextlib.suppress(Warning):
-            warnings.warn(
-                f"torchdelta: {text}. Its recording is in {self.out}, and so are those of others", stacklevel=2
-            )
+            where = f". Its recording is in {self.out}, and so are those of others" if self.out is not None else ""
+            warnings.warn(f"torchdelta: {text}{where}", stacklevel=2)
 
     @contextmanager
     def exclusive_check(self) -> Iterator[None]:
@@ -181,3 +186,16 @@ class GuardFindings:
             out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"cannot make {out}: {error.strerror or error}; name another place") from error
+
+
+def _make_new_directory(parent: Path, name: str) -> Path:
+    """Make a directory of that name, or of `NAME.2`, `NAME.3`, … if there is one already, and return its path.
+
+    OSError if it cannot be made.
+    """
+    for place in itertools.count(1):
+        directory = parent / (name if place == 1 else f"{name}.{place}")
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir()
+            return directory
+    raise AssertionError("unreachable")

@@ -7,6 +7,7 @@ The command cannot harm the user's run there, and the run need not wait for it. 
 from __future__ import annotations
 
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -40,25 +41,31 @@ class FollowupCommand:
         """The file with what the command printed."""
         return self.directory / f"{self.command}.log"
 
-    def run(self) -> None:
-        """Run `torchdelta locate` or `diagnose` on the directory in a new process, and wait until it ends.
+    @property
+    def line(self) -> list[str]:
+        """The program and the words of `torchdelta locate` or `diagnose` on the directory.
 
-        The answer goes to `location.json` or to the folder `diagnosis` in that directory, and the output to the log.
-        The exit status is ignored. Raise OSError if the process cannot be started or the log cannot be opened.
+        The answer goes to `location.json` or to the folder `diagnosis` in that directory.
         """
         location = ["--json", str(self.directory / LOCATION)]
         answer = location if self.command == "locate" else ["--out", str(self.directory / DIAGNOSIS)]
         trusted = trust_flags(self.directory)  # the code that it names is that of this run
+        return [sys.executable, "-m", "torchdelta", self.command, str(self.directory), *answer, *trusted]
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """Start the command in a new process, whose output goes to the log, and return the process.
+
+        Raise OSError if the process cannot be started or the log cannot be opened.
+        """
         with self.log.open("wb") as log:
             # in a session of its own, because a Ctrl-C is meant for the user's run
-            subprocess.run(
-                [sys.executable, "-m", "torchdelta", self.command, str(self.directory), *answer, *trusted],
+            return subprocess.Popen(
+                self.line,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 cwd=workplace() or self.directory,  # the script may have deleted its working directory
-                check=False,
             )
 
 
@@ -70,7 +77,11 @@ class Followup:
     ends: dict[FollowupCommand, threading.Event] = field(default_factory=dict)
     """For each command an event that is set when it has ended."""
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-    """Held while a command is queued: several threads of a run may have their first findings at once."""
+    """Held while a command is queued or started: several threads of a run may have their first findings at once."""
+    is_interrupted: bool = False
+    """Whether no command is started any more."""
+    process: subprocess.Popen[bytes] | None = None
+    """The process of the command that was started last."""
 
     def begin(self, record: GuardedGraphRecord, command: str) -> threading.Event:
         """Queue a command about a finding, unless it was queued before; return the event that is set when it has ended.
@@ -101,15 +112,39 @@ class Followup:
         read = _read_location if command == "locate" else _read_diagnosis
         return read(record, Path(record.directory))
 
+    def interrupt(self) -> None:
+        """End the command that is under way, as a Ctrl-C at its terminal would, and start no more.
+
+        Do not wait for its end: it ends its own workers first. Without a command nothing is ended.
+        """
+        with self.lock:
+            self.is_interrupted = True
+            if self.process is not None and self.process.poll() is None:
+                with suppress(ProcessLookupError):
+                    self.process.send_signal(signal.SIGINT)
+
+    def _start(self, followup: FollowupCommand) -> subprocess.Popen[bytes] | None:
+        """Start a command, and keep and return its process; None if no command is started any more.
+
+        Raises what `FollowupCommand.start` raises.
+        """
+        with self.lock:
+            if self.is_interrupted:
+                return None
+            self.process = followup.start()
+            return self.process
+
     def _run_all(self) -> None:
         """Run the queued commands one after the other, for as long as the process lives, and set the event of each.
 
-        If a command cannot be started, its log says why, unless the directory of the log is gone.
+        If a command cannot be started, its log says why, unless the directory of the log is gone. Its exit status is
+        ignored.
         """
         while True:
             followup = self.waiting.get()
             try:
-                followup.run()
+                if (process := self._start(followup)) is not None:
+                    process.wait()
             except OSError as error:
                 with suppress(OSError):  # the directory may be gone, which is then the reason
                     followup.log.write_text(f"the command could not be run: {error}\n", encoding="utf-8")

@@ -7,6 +7,7 @@ Start with `run_script`.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import importlib.machinery
 import importlib.util
 import io
@@ -56,8 +57,8 @@ def run_script(script: Script) -> ScriptEnding:
     """Run a script in this process as `__main__`, and return its exit status and whether Ctrl-C ended it.
 
     `sys.argv`, `sys.path` and the module `__main__` become the script's and stay so. An exception of the script is
-    printed and gives the status 1; a `sys.exit` gives its own. Threads are awaited as Python does. Refused if the
-    script cannot be run, or if a guard raises it within the script.
+    printed and gives the status 1; a `sys.exit` gives its own. Threads are awaited as Python does; a Ctrl-C then ends
+    the waiting and is printed. Refused if the script cannot be run, or if a guard raises it within the script.
     """
     try:
         module, code = _load(script)
@@ -70,7 +71,11 @@ def run_script(script: Script) -> ScriptEnding:
         ending = _ending_of_exit(exited)
     except BaseException as error:  # any exception of a script ends its process
         ending = _print_error(error)
-    _await_threads()
+    try:
+        _await_threads()
+    except KeyboardInterrupt:
+        # as in Python, an interrupt in this place does not change the status
+        _print_to_stderr(f"Exception ignored in: {threading!r}\n{traceback.format_exc().rstrip()}")
     return ending
 
 
@@ -170,24 +175,38 @@ def _ending_of_exit(exited: SystemExit) -> ScriptEnding:
     """
     if exited.code is None or isinstance(exited.code, int):
         return ScriptEnding(status=int(exited.code or 0))
-    print(exited.code, file=sys.stderr)
+    _print_to_stderr(exited.code)
     return ScriptEnding(status=1)
+
+
+def _print_to_stderr(value: object) -> None:
+    """Print a value and a line break to `sys.stderr`, or to the process's own stderr if that is None.
+
+    As in Python, what cannot be printed is left out: all if stderr is closed, the value if its `__str__` raises.
+    """
+    stderr = sys.stderr if sys.stderr is not None else sys.__stderr__
+    if stderr is None:
+        return
+    for each in (value, "\n"):
+        with contextlib.suppress(Exception):
+            print(each, file=stderr, end="")
 
 
 def _print_error(error: BaseException) -> ScriptEnding:
     """Print an exception by `sys.excepthook`, without our first frames, and return an ending with the status 1.
 
-    If the hook itself raises an Exception, both are printed. If `error` is a KeyboardInterrupt, the ending is an
-    interrupted one. The traceback of `error` is cut in place.
+    If the hook itself raises SystemExit, the ending is that of the exit; after any other exception of it, both are
+    printed. If `error` is a KeyboardInterrupt, the ending is an interrupted one. The traceback of `error` is cut in
+    place.
     """
     if error.__traceback__ is not None:
         error.with_traceback(_first_of_script(error.__traceback__))
     try:
         sys.excepthook(type(error), error, error.__traceback__)
-    except Exception:  # the script's own hook failed: print what Python prints then
-        print("Error in sys.excepthook:", file=sys.stderr)
-        traceback.print_exc()
-        print("\nOriginal exception was:", file=sys.stderr)
+    except SystemExit as exited:
+        return _ending_of_exit(exited)
+    except BaseException:  # the script's own hook failed: print what Python prints then
+        _print_to_stderr(f"Error in sys.excepthook:\n{traceback.format_exc()}\nOriginal exception was:")
         sys.__excepthook__(type(error), error, error.__traceback__)
     return ScriptEnding(status=1, is_interrupted=isinstance(error, KeyboardInterrupt))
 
@@ -205,10 +224,15 @@ def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def _await_threads() -> None:
-    """Wait for all other threads except daemons and workers of pools, as Python does before it ends."""
+    """Wait for all other threads except daemons and workers of pools, as Python does before it ends.
+
+    Threads that these start are waited for too.
+    """
     pools = sys.modules.get("concurrent.futures.thread")
     # Python itself ends the workers of a pool at exit: waiting for them here would never end
     workers = set(getattr(pools, "_threads_queues", ()))
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon and thread not in workers:
+    spared = {threading.current_thread(), *workers}
+    # a thread may start others before it ends
+    while threads := [each for each in threading.enumerate() if not each.daemon and each not in spared]:
+        for thread in threads:
             thread.join()

@@ -36,6 +36,8 @@ _BEGUN = "."
 FILES_LOST = 74
 """The exit status of a worker that cannot write its files: EX_IOERR of sysexits."""
 _LOCK_SUFFIX = ".lock"
+_LOCK_ATTEMPTS = 5
+"""A new file is locked at once, unless another pool is just sweeping: then one more attempt is enough."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,11 +166,14 @@ class QueryTraces:
 
 
 def read_tail(path: Path, max_bytes: int) -> str:
-    """Return the last `max_bytes` of a text file, or an empty string if the file does not exist."""
+    """Return the last `max_bytes` of a text file, or an empty string if it cannot be read or is not a regular file."""
     try:
+        # a task may put a directory in its place, or a pipe, which would be waited for
+        if not path.is_file():
+            return ""
         with path.open("rb") as file:
             return _tail_of(file, max_bytes)
-    except FileNotFoundError:
+    except OSError:
         return ""
 
 
@@ -192,16 +197,36 @@ class PoolDirectory:
         """Make and lock a new directory with a random name, whose path is then in `path`, and return this object.
 
         The root is made if it does not exist, and directories that ended pools left in it are removed. Raise
-        EnvironmentUnfit if the root belongs to another user.
+        EnvironmentUnfit if the root belongs to another user, if files in it cannot be locked, or if it or the directory
+        cannot be made.
         """
-        self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _require_own(self._root)
-        sweep(self._root)
-        while self._lock is None:
-            self.path = self._root / f"pool-{os.urandom(6).hex()}"
-            self._lock = open_locked(self.path.with_suffix(_LOCK_SUFFIX))
-        self.path.mkdir(mode=0o700)
+        try:
+            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _require_own(self._root)
+            sweep(self._root)
+            self._lock = self._lock_new_path()
+            self.path.mkdir(mode=0o700)
+        except OSError as error:
+            raise EnvironmentUnfit(
+                f"cannot make a directory for workers in {self._root}: {error.strerror or error}. Make room, or point "
+                "TMPDIR to a directory that you can write to"
+            ) from error
         return self
+
+    def _lock_new_path(self) -> IO[bytes]:
+        """Choose a `path` that no other pool has, and return its file of the lock, locked.
+
+        Raise EnvironmentUnfit if no file in the root can be locked.
+        """
+        for _ in range(_LOCK_ATTEMPTS):
+            self.path = self._root / f"pool-{os.urandom(6).hex()}"
+            path = self.path.with_suffix(_LOCK_SUFFIX)
+            if (lock := open_locked(path)) is not None:
+                return lock
+            path.unlink(missing_ok=True)
+        raise EnvironmentUnfit(
+            f"files in {self._root} cannot be locked, as on some network disks: point TMPDIR to a local disk"
+        )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -221,10 +246,17 @@ def sweep(root: Path) -> None:
 
 
 def _default_root() -> Path:
-    """Return the path of the directory for this user's pools, among the temporary files; it is not made."""
+    """Return the path of the directory for this user's pools, among the temporary files; it is not made.
+
+    Raise EnvironmentUnfit if this machine has no directory to which temporary files can be written.
+    """
+    try:
+        temporary = Path(tempfile.gettempdir())
+    except FileNotFoundError as error:
+        raise EnvironmentUnfit(f"{error.strerror}: make room, or point TMPDIR to a directory with some") from error
     # one root for each user, so that no user can remove or prepare the files of another user's pools
     user = os.getuid() if hasattr(os, "getuid") else "user"
-    return Path(tempfile.gettempdir()) / f"torchdelta-{user}"
+    return temporary / f"torchdelta-{user}"
 
 
 def _require_own(root: Path) -> None:

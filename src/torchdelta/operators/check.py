@@ -23,15 +23,15 @@ from torchdelta.compare.policy import ByFunction
 from torchdelta.compare.policy_parser import parse
 from torchdelta.errors import ProgramError, UsageError
 from torchdelta.operators.arguments import describe_all
-from torchdelta.operators.inputs import OpInputs
+from torchdelta.operators.inputs import OpInputs, RaisedOnceMore
 from torchdelta.operators.probes import probes_with
 from torchdelta.operators.probes.base import OpSubject, ProbeEntry
 from torchdelta.program.memory import living_set_aside
 from torchdelta.program.programs import Program
 from torchdelta.program.sides import state_of
-from torchdelta.records.case import DEFAULT_STAGES, words_of
+from torchdelta.records.case import DEFAULT_STAGES, require_seed, words_of
 from torchdelta.records.operators import OpReport, Probe
-from torchdelta.records.verdict import worst_of
+from torchdelta.records.verdict import Verdict, worst_of
 
 Compare = Callable[[torch.Tensor, torch.Tensor], Any]
 
@@ -74,8 +74,7 @@ def check_op(
         raise UsageError(f"the arguments are a tuple, not {type(args).__name__}: write (x,) for one")
     if not isinstance(kwargs, Mapping | None):
         raise UsageError(f"the keyword arguments are a dict, not {type(kwargs).__name__}: write {{'dim': 1}}")
-    if not isinstance(seed, int) or not 0 <= seed < 2**63:
-        raise UsageError(f"seed must be from 0 to 2**63 - 1, not {seed!r}")
+    require_seed(seed)
     _require_pairs(others)
     for what, names in (("probes", probes), ("backends", backends), ("ignore", ignore)):
         if not _are_names(names):
@@ -177,8 +176,9 @@ class OpCheck:
     def _ask_all(self) -> Iterator[Probe]:
         """Yield the answers of the wanted probes that apply, in the order of the table.
 
-        If a condition of a probe is not met, or if its answer is a text, the reason is noted in `unasked`. `progress`
-        gets the name of each probe before it is asked.
+        If a condition of a probe is not met, or if its answer is a text, the reason is noted in `unasked`. If the
+        operator raises although it ran before, the answer is INCONCLUSIVE. `progress` gets the name of each probe
+        before it is asked.
         """
         for entry in probes_with(self.backends):
             if not self._is_wanted(entry):
@@ -187,7 +187,10 @@ class OpCheck:
                 self.unasked[entry.name] = reason
                 continue
             self.progress(entry.name)
-            answer = entry.ask(self.subject)
+            try:
+                answer = entry.ask(self.subject)
+            except RaisedOnceMore as why:
+                answer = Probe(name=entry.name, verdict=Verdict.INCONCLUSIVE, reason=str(why))
             if isinstance(answer, Probe):
                 yield answer
             else:

@@ -7,12 +7,14 @@ not suit the operator: only those that eager accepts are used. Start with `OpInp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 
+from torchdelta import errors
 from torchdelta._torch.operators import lookup, schemas
 from torchdelta._torch.process import runtime
 from torchdelta._torch.pytree import tree_flatten, tree_leaves, tree_unflatten
@@ -88,6 +90,24 @@ def _places_to_clone(op: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapp
             places.append(place)
         earlier.add(id(leaf))
     return tuple(places)
+
+
+class RaisedOnceMore(Exception):
+    """The operator raised, although it ran on these inputs before; the message says what it raised."""
+
+
+@contextmanager
+def calling_once_more() -> Iterator[None]:
+    """Return a context manager for a further call of the operator: an exception of it becomes RaisedOnceMore.
+
+    Errors of torchdelta pass through.
+    """
+    try:
+        yield
+    except errors.TorchDeltaError:
+        raise
+    except errors.caught_from_user_code() as error:
+        raise RaisedOnceMore(f"called once more it raises {describe_error(error)}") from error
 
 
 FORWARD = ("forward",)

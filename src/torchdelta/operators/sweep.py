@@ -22,6 +22,7 @@ from torchdelta.errors import EnvironmentUnfit, ReportUnreadable, UsageError
 from torchdelta.isolate.pool import Pool, Query
 from torchdelta.isolate.supervisor import Outcome
 from torchdelta.operators.isolated import WORKER
+from torchdelta.records.case import require_seed
 from torchdelta.records.codec import decode, encode
 from torchdelta.records.failure import Failure
 from torchdelta.records.operators import SCHEMA_VERSION, Sweep, SweepRow
@@ -175,7 +176,8 @@ class SweepRequest:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Raise UsageError if there is less than one sample an operator."""
+        """Raise UsageError if there is less than one sample an operator, or if the seed is not one."""
+        require_seed(self.seed)
         if self.samples < 1:
             raise UsageError(f"at least one sample of an operator is checked, not {self.samples}")
 

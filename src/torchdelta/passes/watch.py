@@ -34,7 +34,7 @@ from torchdelta.errors import TorchDeltaError
 from torchdelta.passes.real_calls import TALKS, detach_inputs, have_values
 from torchdelta.passes.succession import PassStep, Succession
 from torchdelta.program.stages import cotangent_for
-from torchdelta.records.case import CheckOptions
+from torchdelta.records.case import CheckOptions, require_seed
 from torchdelta.records.passes import PassFinding, PassSummary
 from torchdelta.records.report import reason_of
 from torchdelta.records.verdict import Verdict
@@ -197,9 +197,11 @@ def watch_passes(*, policy: str = "noise", seed: int = 0) -> Iterator[PassSummar
     Its `findings` name passes behind which a graph computes something else on the inputs of its first call: of each
     graph the first in each phase, with the node if it is found (`ChainJudge.judge`). Its `notes` say what could not be
     checked. Both are complete when the context is left. An error of the watcher does not end the run. UsageError if the
-    policy is wrong or passes are watched already. `policy` and `seed` are those of `check`.
+    policy or the seed is wrong or passes are watched already. `policy` and `seed` are those of `check`.
     """
-    parse(policy)  # a wrong policy raises before anything runs
+    # a wrong word raises before anything runs
+    parse(policy)
+    require_seed(seed)
     watcher = _Watcher(summary=PassSummary(), options=CheckOptions(policy=policy, seed=seed))
     with ExitStack() as stack:
         stack.enter_context(inductor_passes.watching(watcher.take, watcher.fail))

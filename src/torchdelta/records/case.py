@@ -75,8 +75,7 @@ class Case:
         for name in ("iterations", "steps"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if not 0 <= self.seed < 2**63:
-            raise UsageError(f"seed must be from 0 to 2**63 - 1, not {self.seed}")
+        require_seed(self.seed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,6 +215,12 @@ def require_positive(name: str, value: float | None) -> None:
     """Raise UsageError if a limit is neither a finite number above 0 nor None; `name` stands in the message."""
     if value is not None and not 0 < value < math.inf:  # False for NaN
         raise UsageError(f"{name} is a number above 0, not {value:g}")
+
+
+def require_seed(seed: object) -> None:
+    """Raise UsageError if a seed is not a whole number that torch takes: from 0 to 2**63 - 1."""
+    if not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise UsageError(f"seed must be from 0 to 2**63 - 1, not {seed!r}")
 
 
 def require_level(level: str) -> None:

@@ -106,9 +106,10 @@ class Sweep:
 
     @property
     def verdict(self) -> Verdict:
-        """The worst verdict if it is a failure, otherwise equivalent; inconclusive if no operator was swept.
+        """The worst verdict if it is a failure, otherwise equivalent; inconclusive if no operator is equivalent.
 
         An inconclusive operator among hundreds says nothing about the others, so it does not count.
         """
-        worst = worst_of(each.verdict for each in self.swept)
-        return worst if worst.is_failure or not self.swept else Verdict.EQUIVALENT
+        verdicts = [each.verdict for each in self.swept]
+        worst = worst_of(verdicts)
+        return Verdict.EQUIVALENT if Verdict.EQUIVALENT in verdicts and not worst.is_failure else worst

@@ -87,7 +87,11 @@ def write_json(path: Path, data: Any, *, indent: int | None = None) -> None:
 
     ValueError or TypeError if strict JSON cannot hold the data (`to_text`). After an error the file is as before.
     """
-    text = to_text(data, indent=indent, is_compact=indent is None) + "\n"
+    write_file(path, to_text(data, indent=indent, is_compact=indent is None) + "\n")
+
+
+def write_file(path: Path, text: str) -> None:
+    """Replace a file by a text in one step; raise UsageError if it cannot be written. Then the file is as before."""
     try:
         replace_file(path, lambda file: file.write_text(text, encoding="utf-8"))
     except OSError as error:

@@ -17,7 +17,7 @@ from torchdelta._torch.pytree import tree_leaves, tree_map_only
 from torchdelta.compare.distance import distance
 from torchdelta.compare.judge import Judge, is_inexact
 from torchdelta.compare.policy import Bitwise
-from torchdelta.operators.inputs import call_on_copies
+from torchdelta.operators.inputs import RaisedOnceMore, call_on_copies, calling_once_more
 from torchdelta.operators.probes.base import OpSubject, has_input_with_grad, is_tensor
 from torchdelta.program import examples
 from torchdelta.program.copies import copy_together
@@ -37,8 +37,8 @@ def schema(subject: OpSubject) -> Probe:
     """Watch what the operator writes to and returns, and compare it with what its schema declares.
 
     DIVERGED if it changed an argument or returned shared memory without declaring it, otherwise EQUIVALENT. It is
-    called several times with each of these: the user's inputs, fresh values, other sizes and other layouts. Raise what
-    it raises for the user's inputs; other calls that raise are skipped.
+    called several times with each of these: the user's inputs, fresh values, other sizes and other layouts. Raise
+    RaisedOnceMore if it raises for the user's inputs; other calls that raise are skipped.
     """
     inputs, own = subject.inputs, subject.inputs.own
     watch = schemas.DeclaredEffects(inputs.op)
@@ -54,9 +54,9 @@ def schema(subject: OpSubject) -> Probe:
             args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.detach, copies)
             runtime.seed_everything(own.plan.seed + call)
             try:
-                with own.eager_scope(), watch:
+                with calling_once_more(), own.eager_scope(), watch:
                     watch.call(args, kwargs)
-            except Exception:
+            except RaisedOnceMore:
                 if program is own.program:
                     raise
                 break  # an operator need not take every value
@@ -75,11 +75,12 @@ def repeat(subject: OpSubject) -> Probe:
     """Call the operator twice with the same inputs and seed; compare outputs, and inputs afterwards, bit by bit.
 
     EQUIVALENT if nothing differs. Otherwise the worst difference decides: INCONCLUSIVE if it is small enough for a sum
-    in another order (`_is_rounding`), else DIVERGED. Raise what a call raises.
+    in another order (`_is_rounding`), else DIVERGED. Raise RaisedOnceMore if a call raises.
     """
     own = subject.inputs.own
     side = Side.copied_from(own.program)
-    first, second = call_on_copies(side, own), call_on_copies(side, own)
+    with calling_once_more():
+        first, second = call_on_copies(side, own), call_on_copies(side, own)
     comparisons, _ = Judge(policy=Bitwise()).compare(first, second)
     worst = max(comparisons, key=lambda comparison: comparison.rank, default=None)
     if worst is None or worst.verdict is Verdict.EQUIVALENT:
@@ -115,7 +116,7 @@ def registration(subject: OpSubject) -> Probe:
 
     EQUIVALENT if it has an autograd kernel for every device of the inputs, or is composite. Otherwise it is called
     once, on copies: EQUIVALENT if no output is of floats, DIVERGED if an output that is not an input requires grad,
-    because that was recorded inside of the kernel, else INCONCLUSIVE.
+    because that was recorded inside of the kernel, else INCONCLUSIVE. Raise RaisedOnceMore if that call raises.
     """
     op, own = subject.inputs.op, subject.inputs.own
     program = own.program
@@ -126,7 +127,7 @@ def registration(subject: OpSubject) -> Probe:
     # the operator may write to a clone, because it is not an autograd leaf
     args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.clone(), copies)
     inputs = {id(leaf) for leaf in tree_leaves((args, kwargs))}
-    with own.eager_scope(), schemas.without_autograd_fallback():
+    with calling_once_more(), own.eager_scope(), schemas.without_autograd_fallback():
         outputs = tree_leaves(op(*args, **kwargs))
     if not any(is_tensor(leaf) and is_inexact(leaf.dtype) for leaf in outputs):
         return Probe(name="registration", verdict=Verdict.EQUIVALENT, reason="no output can have a gradient")

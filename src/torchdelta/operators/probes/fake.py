@@ -20,7 +20,7 @@ from torchdelta._torch.pytree import tree_leaves
 from torchdelta.check.baseline import Baseline
 from torchdelta.compare.contract import Terms, breaches
 from torchdelta.compare.leaves import Leaves, leaves_of
-from torchdelta.operators.inputs import describe_error, first_line
+from torchdelta.operators.inputs import calling_once_more, describe_error, first_line
 from torchdelta.operators.probes.base import OpSubject, is_tensor
 from torchdelta.program.sides import Side
 from torchdelta.records.operators import Probe
@@ -244,6 +244,7 @@ def _report_error(name: str, error: BaseException) -> Probe:
 def _call_real(baseline: Baseline) -> Leaves:
     """Call the operator eagerly on copies of a baseline's inputs, and return its outputs by path.
 
-    The outputs themselves are returned, because a copy may have other strides.
+    The outputs themselves are returned, because a copy may have other strides. Raise RaisedOnceMore if it raises.
     """
-    return baseline.outputs()
+    with calling_once_more():
+        return baseline.outputs()
