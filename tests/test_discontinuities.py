@@ -266,6 +266,36 @@ def test_values_at_other_indices_than_those_that_are_returned_are_not_equivalent
     assert td.check(program, (x, w), candidate=as_the_reference).verdict is Verdict.EQUIVALENT
 
 
+class WithoutBackward(torch.autograd.Function):
+    """The identity, whose backward raises."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise RuntimeError("this kernel has no backward")
+
+
+def test_a_backward_that_raises_is_a_crash_although_the_candidate_chose_as_the_reference():
+    def program(x, w):
+        return *with_rows(x, w), x * 1.5
+
+    def without_backward(x, w):
+        return *with_rows(x, w), WithoutBackward.apply(x * 1.5)
+
+    x, w = routing_inputs()
+    x = (x.repeat(4, 1) + torch.arange(4).repeat_interleave(512)[:, None].bfloat16() / 64).requires_grad_()
+
+    crashed = td.check(program, (x, w), candidate=without_backward)
+    same = td.check(program, (x, w), candidate=lambda x, w: program(x, w))
+
+    assert crashed.verdict is Verdict.CRASHED
+    assert crashed.stage("gradients").verdict is Verdict.CRASHED
+    assert same.verdict is Verdict.EQUIVALENT
+
+
 def split_in_two(x, w):
     return x[:, :32] @ w[:32] + x[:, 32:] @ w[32:]
 

@@ -617,8 +617,11 @@ def doubt_mixture(stage: Stage, replayed: Sequence[Comparison]) -> Stage:
     """Return the stage; equivalent floats that diverge from the reference's own choices become inconclusive.
 
     The candidate returned the reference's indices, so its values should be those at these indices. `replayed` has the
-    comparisons with a truth that chose as the reference did; in it, the values at float64's indices diverge.
+    comparisons with a truth that chose as the reference did; in it, the values at float64's indices diverge. A stage
+    without comparisons, such as one in which the candidate crashed, is returned unchanged.
     """
+    if not stage.comparisons:
+        return stage
     by_path = {comparison.path: comparison for comparison in replayed}
 
     def doubted(comparison: Comparison) -> Comparison:
