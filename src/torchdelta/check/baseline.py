@@ -28,7 +28,7 @@ from torchdelta._torch.modes.dtype_answers import Answer, DtypeRecord, DtypeRepl
 from torchdelta._torch.modes.elided_casts import coarser
 from torchdelta._torch.modes.noisy import Noisy
 from torchdelta._torch.process import runtime
-from torchdelta._torch.tensors import has_own_buffer
+from torchdelta._torch.tensors import has_own_buffer, has_values
 from torchdelta.check import steadiness
 from torchdelta.check.candidate import CandidateRun, run_candidate
 from torchdelta.check.decisions import SignFlips
@@ -388,12 +388,13 @@ class Baseline:
     def rounding_of_inputs(self) -> float:
         """How far a few roundings of the arguments may take a result: a few units of rounding of the largest one.
 
-        The unit is that of `coarsest_dtype`. Only finite elements count; without an argument of floats it is 0.
+        The unit is that of `coarsest_dtype`. Only finite elements count; without an argument of floats that has values
+        it is 0.
         """
         sizes = (
             float(torch.nan_to_num(leaf.detach().double(), 0.0, 0.0, 0.0).abs().max())
             for leaf in leaves_of((self.program.args, dict(self.program.kwargs)), "inputs").values()
-            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.numel()
+            if isinstance(leaf, torch.Tensor) and has_values(leaf) and leaf.is_floating_point() and leaf.numel()
         )
         return _ROUNDINGS * float(torch.finfo(self.coarsest_dtype).eps) * max(sizes, default=0.0)
 

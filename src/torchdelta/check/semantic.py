@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from torchdelta._torch.modes.lift import BITS
+from torchdelta._torch.tensors import has_values
 from torchdelta.check.baseline import Baseline
 from torchdelta.check.candidate import CandidateRun
 from torchdelta.check.decisions import reach_of_steps, settle_steps
@@ -341,13 +342,13 @@ def _is_further_than_noise(baseline: Baseline, stage: str, path: str) -> bool:
 
     How many, `FOREIGN` says, or `FOREIGN_NARROW` if the reference has less than 32 bits. The noisy run counts as at
     least one rounding away, in the coarser of the reference's dtype and the program's coarsest. Return False without a
-    truth or a noisy run, for integers and non-tensors, and if the truth has another shape.
+    truth or a noisy run, for integers, non-tensors and tensors without values, and if the truth has another shape.
     """
     reference = baseline.reference.stages[stage].get(path)
     truth = baseline.truth.stages.get(stage, {}).get(path) if baseline.truth else None
     if not isinstance(truth, torch.Tensor) or not isinstance(reference, torch.Tensor):
         return False
-    if truth.shape != reference.shape or not is_inexact(reference.dtype):
+    if truth.shape != reference.shape or not is_inexact(reference.dtype) or not has_values(reference):
         return False
     runs = [run.stages.get(stage, {}).get(path) for run in baseline.noisy(1)]
     distances = [
