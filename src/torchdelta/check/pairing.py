@@ -69,7 +69,7 @@ def is_state(path: str) -> bool:
 
 
 def has_differences(reference: Observation, candidate: Observation) -> bool:
-    """Tell whether two tensors, arrays or numbers of one stage and path differ, or may; if none does, no noise is needed.
+    """Tell whether tensors, arrays or numbers of one stage and path differ, or may; if none does, no noise is needed.
 
     Other leaves, and those without a partner, do not count. Tensors that `_is_equal` does not compare count as
     different. State that only one observation changed is added to the other, in place.
