@@ -23,6 +23,7 @@ from torchdelta.check.pairing import complete, has_differences, is_state, pair_s
 from torchdelta.compare.contract import Terms
 from torchdelta.compare.judge import Judge, is_inexact
 from torchdelta.compare.noise import unit_roundoff
+from torchdelta.compare.objects import as_tensor
 from torchdelta.compare.protocol import (
     Answers,
     Yardstick,
@@ -158,12 +159,21 @@ def judge_lifted(lifted: LiftedRun, baseline: Baseline, *, keeps_names: bool) ->
 
 
 def _without_float64(run: Observation) -> Observation:
-    """Return a native run without its leaves in float64: their noise may be that of a lower dtype that was cast up."""
+    """Return a native run without its leaves in float64: their noise may be that of a lower dtype that was cast up.
+
+    So are numbers of Python and NumPy, such as the result of `item()`.
+    """
     stages = {
-        stage: {path: leaf for path, leaf in leaves.items() if getattr(leaf, "dtype", None) not in _WIDEST}
+        stage: {path: leaf for path, leaf in leaves.items() if not _is_in_float64(leaf)}
         for stage, leaves in run.stages.items()
     }
     return replace(run, stages=stages)
+
+
+def _is_in_float64(leaf: object) -> bool:
+    """Tell whether a leaf is a tensor, array or number of float64 or complex128."""
+    tensor = leaf if isinstance(leaf, torch.Tensor) else as_tensor(leaf)
+    return tensor is not None and tensor.dtype in _WIDEST
 
 
 def _rounding_of_constants(lifted: LiftedRun, baseline: Baseline) -> float:
