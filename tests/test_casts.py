@@ -194,6 +194,32 @@ def overflow_note(report):
 class TestOverflow:
     """An overflow of the reference that the candidate avoids."""
 
+    def test_of_a_float_of_one_byte_ends_in_a_verdict(self):
+        values, dtype = (torch.arange(-40.0, 40.0) * 8000,), torch.float8_e5m2
+
+        def program(x):
+            return x.to(dtype)
+
+        def saturated(x):
+            return x.clamp(-57344, 57344).to(dtype)
+
+        assert td.check(program, values, candidate=saturated).verdict is Verdict.DIVERGED
+        assert td.check(program, values, candidate=lambda x: x.clone().to(dtype)).verdict is Verdict.EQUIVALENT
+
+    def test_before_a_cast_to_a_float_of_one_byte_is_judged_by_what_is_finite(self):
+        def program(x):
+            return ((x * x) * 1e-4).to(torch.float8_e5m2)
+
+        def wide(x, factor=1e-4):
+            return ((x.float() * x.float()) * factor).to(torch.float8_e5m2)
+
+        halves = (torch.linspace(2.0, 400.0, 64).to(torch.float16),)
+        report = td.check(program, halves, candidate=wide)
+
+        assert report.verdict is not Verdict.DIVERGED
+        assert "the reference overflows in float16" in overflow_note(report)
+        assert td.check(program, halves, candidate=lambda x: wide(x, 4e-4)).verdict is Verdict.DIVERGED
+
     def test_is_equivalent_and_named_without_any_cast_in_the_program(self):
         report = td.check(squared, HALVES, candidate=squared_wide)
         output = report.stage("forward").comparisons[0]

@@ -66,6 +66,30 @@ class TestDtype:
         assert broken_by(integers, VALUES + 0.25, ignore=["dtype"])[0] is DIVERGED
         assert broken_by(integers, integers.to(torch.uint16), ignore=["dtype"])[0] is EQUIVALENT
 
+    @pytest.mark.parametrize("ignore", [(), ("dtype",)])
+    def test_of_real_values_in_place_of_complex_ones_ends_in_a_verdict(self, ignore):
+        values = torch.complex(VALUES, VALUES + 1)
+
+        def program(x):
+            return x * 2.5
+
+        def real(x):
+            return (x * 2.5).real
+
+        def complex_of_real(x):
+            return torch.complex(x * 2.5, x)
+
+        expected = INCONCLUSIVE if ignore else DIVERGED
+        assert td.check(program, (values,), candidate=real, ignore=ignore).verdict is expected
+        assert td.check(program, (VALUES,), candidate=complex_of_real, ignore=ignore).verdict is expected
+        assert td.check(program, (values,), candidate=lambda x: x / 0.4, ignore=ignore).verdict is EQUIVALENT
+
+    def test_of_a_truth_that_is_complex_where_the_values_are_real_leaves_no_truth(self):
+        truth = torch.complex(VALUES, VALUES).to(torch.complex128)
+
+        assert td.compare(VALUES, VALUES + 1, truth=truth).verdict is INCONCLUSIVE
+        assert td.compare(VALUES, VALUES + 1, truth=truth.real).verdict is DIVERGED
+
     def test_may_be_lowered_by_a_transform_that_does_so_on_purpose(self):
         (seen,) = judged(VALUES, VALUES.bfloat16(), lowered_to=torch.bfloat16)
 

@@ -266,6 +266,57 @@ def test_values_at_other_indices_than_those_that_are_returned_are_not_equivalent
     assert td.check(program, (x, w), candidate=as_the_reference).verdict is Verdict.EQUIVALENT
 
 
+@pytest.mark.parametrize("as_result", [int, lambda count: count, lambda count: count.numpy()])
+def test_a_count_that_rounding_decides_is_inconclusive_as_a_number_and_as_an_array_too(as_result):
+    def in_halves(x):
+        return x[:, ::2].sum(-1) + x[:, 1::2].sum(-1)
+
+    def count_odd(sums):
+        return as_result(((sums * 3e2).floor() % 2 > 0).sum())
+
+    x = torch.randn(100, 3000, generator=torch.Generator().manual_seed(10))
+    assert count_odd(in_halves(x)) != count_odd(x.sum(-1))
+
+    def count_larger(x, least=0):
+        return as_result((x.sum(-1) > least).sum())
+
+    report = td.check(lambda x: count_odd(x.sum(-1)), (x,), candidate=lambda x: count_odd(in_halves(x)))
+    wrong = td.check(count_larger, (x,), candidate=lambda x: count_larger(x, 20))
+
+    assert report.verdict is Verdict.INCONCLUSIVE
+    assert wrong.verdict is Verdict.DIVERGED
+
+
+class WithoutBackward(torch.autograd.Function):
+    """The identity, whose backward raises."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise RuntimeError("this kernel has no backward")
+
+
+def test_a_backward_that_raises_is_a_crash_although_the_candidate_chose_as_the_reference():
+    def program(x, w):
+        return *with_rows(x, w), x * 1.5
+
+    def without_backward(x, w):
+        return *with_rows(x, w), WithoutBackward.apply(x * 1.5)
+
+    x, w = routing_inputs()
+    x = (x.repeat(4, 1) + torch.arange(4).repeat_interleave(512)[:, None].bfloat16() / 64).requires_grad_()
+
+    crashed = td.check(program, (x, w), candidate=without_backward)
+    same = td.check(program, (x, w), candidate=lambda x, w: program(x, w))
+
+    assert crashed.verdict is Verdict.CRASHED
+    assert crashed.stage("gradients").verdict is Verdict.CRASHED
+    assert same.verdict is Verdict.EQUIVALENT
+
+
 def split_in_two(x, w):
     return x[:, :32] @ w[:32] + x[:, 32:] @ w[32:]
 

@@ -308,6 +308,30 @@ class TestTensorsWithoutValues:
         assert verdict_of(torch.ones(3, device="meta"), torch.ones(4, device="meta")) is DIVERGED
         assert verdict_of(torch.ones(3, device="meta"), torch.ones(3, device="meta").long()) is DIVERGED
 
+    @pytest.mark.parametrize("transform", ["export", "aot_eager_decomp_partition"])
+    def test_beside_a_choice_and_a_cast_are_inconclusive_in_a_program(self, transform):
+        def program(x, like):
+            largest, chosen = (x * 1.1).topk(2)
+            wide = x.float().sin().to(x.dtype) * 1.1
+            return largest, chosen, wide, torch.empty_like(like), torch.empty_like(like, dtype=torch.long)
+
+        inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)).bfloat16(), torch.empty(3, device="meta")
+        report = td.check(program, inputs, transform=transform)
+
+        verdicts = {each.path: each.verdict for each in report.stage("forward").comparisons}
+        assert report.verdict is INCONCLUSIVE
+        assert {verdicts["outputs[0]"], verdicts["outputs[1]"], verdicts["outputs[2]"]} == {EQUIVALENT}
+        assert {verdicts["outputs[3]"], verdicts["outputs[4]"]} == {INCONCLUSIVE}
+
+    def test_do_not_hide_a_divergence_beside_them(self):
+        def program(x, like):
+            return x.sin(), torch.empty_like(like)
+
+        inputs = torch.ones(4), torch.empty(3, device="meta")
+        report = td.check(program, inputs, candidate=lambda x, like: (x.sin() * 1.01, torch.empty_like(like)))
+
+        assert report.verdict is DIVERGED
+
     def test_make_no_tree_equivalent(self):
         meta = torch.ones(3, device="meta")
 

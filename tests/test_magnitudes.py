@@ -137,6 +137,26 @@ def test_a_lost_or_changed_mask_constant_is_seen():
     assert td.check(scores, (q, k, keep), candidate=other, semantic=False).verdict is DIVERGED
 
 
+@pytest.mark.parametrize("constant", [-1e100, torch.finfo(torch.float64).min])
+@pytest.mark.parametrize("semantic", [True, False])
+def test_a_lost_mask_constant_is_seen_that_float64_alone_can_hold(constant, semantic):
+    torch.manual_seed(0)
+    values = torch.randn(16, 64, dtype=torch.float64)
+    is_masked = torch.rand(16, 64) < 0.1
+
+    def masked(values, constant=constant):
+        return (values * 1.1).masked_fill(is_masked, constant)
+
+    def reordered(values):
+        return (values / (1 / 1.1)).masked_fill(is_masked, constant)
+
+    for other in (0.0, -constant, 1.0):
+        report = td.check(masked, (values,), candidate=lambda x, other=other: masked(x, other), semantic=semantic)
+        assert report.verdict is DIVERGED
+
+    assert td.check(masked, (values,), candidate=reordered, semantic=semantic).verdict is EQUIVALENT
+
+
 def test_small_outputs_beside_one_huge_one_are_held_to_their_own_noise():
     torch.manual_seed(0)
     x = torch.randn(256)

@@ -375,6 +375,20 @@ def test_statistics_are_judged_by_the_direction_of_a_bound(policy, verdict):
     assert compare_statistics("x", *sides, parse(policy), Terms()).verdict is verdict
 
 
+def test_integers_that_are_ignored_may_differ_in_statistics_too():
+    whole, terms = torch.arange(4), Terms(ignore=frozenset({"integers"}))
+
+    def compared(*sides, terms):
+        return compare_statistics("x", *map(statistics_of, sides), parse("noise"), terms)
+
+    ignored = compared(whole, whole + 1, terms=terms)
+    assert ignored.verdict is Verdict.EQUIVALENT
+    assert [(breach.clause, breach.excused) for breach in ignored.contract] == [("integers", True)]
+    assert compared(whole, whole + 1, terms=Terms()).verdict is Verdict.DIVERGED
+    assert compared(whole, torch.arange(5), terms=terms).verdict is Verdict.DIVERGED
+    assert compared(whole.float(), whole.float() + 1, terms=terms).verdict is Verdict.INCONCLUSIVE
+
+
 def test_a_bound_beyond_all_numbers_is_judged():
     assert td.compare(torch.ones(3), torch.ones(3) * 2, policy="sqnr>=-7000").verdict is Verdict.EQUIVALENT
 

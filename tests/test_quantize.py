@@ -12,7 +12,8 @@ from torchdelta import Verdict
 from torchdelta._torch.compile.seams import hand_on
 from torchdelta._torch.graphs.nodes import arguments, set_argument
 from torchdelta._torch.graphs.quantization import Levels
-from torchdelta.compare.quantization_noise import COARSER, RUNS, rounded, step_for
+from torchdelta.compare.judge import Judge
+from torchdelta.compare.quantization_noise import COARSER, RUNS, StepNoise, rounded, step_for
 from torchdelta.errors import EnvironmentUnfit, ProgramError, UsageError
 from torchdelta.nodewise.matching import align, assign_handles, handles_of
 from torchdelta.nodewise.node_records import node_records
@@ -600,3 +601,23 @@ def test_cutting_off_a_single_outlier_is_noise_and_cutting_off_half_of_the_value
 
     assert error(7.0) >= 0.9
     assert error(0.5) < 0.1
+
+
+def test_a_mask_constant_in_a_quantized_layer_hides_nothing_and_must_not_be_lost():
+    generator = torch.Generator().manual_seed(0)
+    layer = torch.randn(8, 8, generator=generator)
+    layer[:, 0] = torch.finfo(torch.float32).min
+    noise = [{"layer": layer.double() + 0.01 * torch.randn(8, 8, generator=generator)} for _ in range(RUNS)]
+
+    def judged(candidate):
+        sides = {"layer": layer}, {"layer": candidate}, {"layer": layer}
+        (comparison,), _ = Judge(policy=StepNoise()).compare(*sides, noisy=noise)
+        return comparison
+
+    lost, wrong = layer.clone(), layer.clone()
+    lost[0, 0] = 0.0
+    wrong[0, 1] += 5.0
+
+    assert judged(lost).verdict is Verdict.DIVERGED
+    assert judged(wrong).verdict is Verdict.DIVERGED
+    assert judged(layer + 0.001).verdict is Verdict.EQUIVALENT

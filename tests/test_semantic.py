@@ -388,6 +388,30 @@ def test_a_result_that_is_cast_up_has_not_the_noise_of_its_dtype(cast, function,
     assert report.verdict is verdict
 
 
+@pytest.mark.parametrize(
+    "as_number",
+    [
+        torch.Tensor.item,
+        lambda x: x.detach().numpy().astype("float64"),
+        lambda x: x.detach().numpy().astype("float64").sum(),
+    ],
+)
+def test_a_number_has_not_the_noise_of_the_dtype_from_which_it_comes(as_number):
+    x = torch.rand(64, generator=torch.Generator().manual_seed(0)) + 1
+
+    def program(x):
+        return as_number((x * 1.1).sum())
+
+    def slightly_off(x):
+        return as_number((x * 1.1).sum() * (1 + 2e-6))
+
+    def in_halves(x):
+        return as_number((x[::2] * 1.1).sum() + (x[1::2] * 1.1).sum())
+
+    assert td.check(program, (x,), candidate=slightly_off).verdict is DIVERGED
+    assert td.check(program, (x,), candidate=in_halves).verdict is EQUIVALENT
+
+
 class Alike(nn.Module):
     def __init__(self, **attributes):
         super().__init__()

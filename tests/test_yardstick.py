@@ -91,6 +91,25 @@ def test_a_patched_function_changes_the_side_of_the_candidate_alone(monkeypatch)
     assert td.check(calls_silu, inputs(), transform=patching).verdict is DIVERGED
 
 
+@pytest.mark.parametrize(("factor", "verdict"), [(1.0, EQUIVALENT), (1.01, DIVERGED)])
+def test_a_patched_function_with_which_the_program_fails_is_not_blamed_on_the_program(factor, verdict, monkeypatch):
+    class CallsSilu(torch.nn.Module):
+        def forward(self, x):
+            return F.silu(x) * 2
+
+    def fails(*_):
+        raise RuntimeError("patched")
+
+    def patching(graph_module, example_inputs):
+        monkeypatch.setattr(F, "silu", fails)
+        return lambda *args: [each * factor for each in graph_module(*args)]
+
+    report = td.check(CallsSilu(), (torch.randn(8),), transform=patching, options={"graph": "aten", "unchanged": "ok"})
+
+    assert report.verdict is verdict
+    assert (verdict is EQUIVALENT) or any("after the candidate it fails" in note for note in report.notes)
+
+
 PASS = """
 import torch
 

@@ -28,7 +28,7 @@ from torchdelta._torch.modes.dtype_answers import Answer, DtypeRecord, DtypeRepl
 from torchdelta._torch.modes.elided_casts import coarser
 from torchdelta._torch.modes.noisy import Noisy
 from torchdelta._torch.process import runtime
-from torchdelta._torch.tensors import has_own_buffer
+from torchdelta._torch.tensors import has_own_buffer, has_values
 from torchdelta.check import steadiness
 from torchdelta.check.candidate import CandidateRun, run_candidate
 from torchdelta.check.decisions import SignFlips
@@ -246,7 +246,10 @@ class Baseline:
 
     @cached_property
     def second_reference(self) -> Observation:
-        """The observation of one more eager run, made once; it differs from the first if the program is unsteady."""
+        """The observation of one more eager run, made once; it differs from the first if the program is unsteady.
+
+        It raises as `_run_again` does.
+        """
         with self.timed("second reference"):
             return self._run_again()
 
@@ -254,14 +257,18 @@ class Baseline:
     def is_touched(self) -> bool:
         """Whether a candidate changed how this process runs the program, as an overridden kernel does.
 
-        It did if two more runs of the reference agree with each other, but not with the first; a note then says so. If
-        the two differ as well, the program is not deterministic, and the answer is False. The answer is found once and
-        kept.
+        It did if two more runs of the reference agree with each other, but not with the first, or if one of them fails;
+        a note then says so. If the two differ as well, the program is not deterministic, and the answer is False. The
+        answer is found once and kept.
         """
-        if not steadiness.differing_runs(self.reference, self.second_reference):
-            return False
-        with self.timed("second reference"):
-            third = self._run_again()
+        try:
+            if not steadiness.differing_runs(self.reference, self.second_reference):
+                return False
+            with self.timed("second reference"):
+                third = self._run_again()
+        except (SideFailed, ProgramError) as failed:
+            self.notes.append(f"{TOUCHED} (after the candidate it fails: {failed})")
+            return True
         if steadiness.differing_runs(self.second_reference, third):
             return False
         self.notes.append(TOUCHED)
@@ -270,11 +277,11 @@ class Baseline:
     def _run_again(self) -> Observation:
         """Run the reference once more, even in a process that a candidate changed, and return its observation.
 
-        It raises, and changes the baseline, as `_run_reference` does.
+        It raises as `_observe_reference` does.
         """
         has_run, self.has_run_candidate = self.has_run_candidate, False
         try:
-            return self._run_reference()
+            return self._observe_reference()[0]
         finally:
             self.has_run_candidate = has_run
 
@@ -388,12 +395,13 @@ class Baseline:
     def rounding_of_inputs(self) -> float:
         """How far a few roundings of the arguments may take a result: a few units of rounding of the largest one.
 
-        The unit is that of `coarsest_dtype`. Only finite elements count; without an argument of floats it is 0.
+        The unit is that of `coarsest_dtype`. Only finite elements count; without an argument of floats that has values
+        it is 0.
         """
         sizes = (
             float(torch.nan_to_num(leaf.detach().double(), 0.0, 0.0, 0.0).abs().max())
             for leaf in leaves_of((self.program.args, dict(self.program.kwargs)), "inputs").values()
-            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.numel()
+            if isinstance(leaf, torch.Tensor) and has_values(leaf) and leaf.is_floating_point() and leaf.numel()
         )
         return _ROUNDINGS * float(torch.finfo(self.coarsest_dtype).eps) * max(sizes, default=0.0)
 
@@ -413,16 +421,9 @@ class Baseline:
         copies share. Sets `recorded_answers`, and the plan's dtypes of cotangents.
         """
         try:
-            name = self.program.name
-            with (
-                originals_unchanged(list(started_from(self.original)), name=name),
-                shared_state_unchanged(self.program.call, name=name),
-            ):
-                record = DtypeRecord()
-                run = self.observe(record)
-                self.recorded_answers = record.answers
-                self.plan = replace(self.plan, cotangent_dtypes=run.cotangent_dtypes)
-                return run
+            run, self.recorded_answers = self._observe_reference()
+            self.plan = replace(self.plan, cotangent_dtypes=run.cotangent_dtypes)
+            return run
         except SideFailed as failed:
             if self.plan.further and failed.stage != "steps" and failed.iteration >= self.plan.iterations:
                 # the forward alone was tried with them
@@ -448,6 +449,20 @@ class Baseline:
                 f"{self.program.name} fails when run eagerly, before any transform: {failed}. Mend it{remedy}",
                 stage=failed.stage,
             ) from failed.error
+
+    def _observe_reference(self) -> tuple[Observation, list[Answer]]:
+        """Run the program eagerly; return its observation, and what it was told when it asked for dtypes.
+
+        Raise SideFailed if it raises, and ProgramError if the run changes a tensor of the original, or one that all
+        copies share.
+        """
+        name = self.program.name
+        with (
+            originals_unchanged(list(started_from(self.original)), name=name),
+            shared_state_unchanged(self.program.call, name=name),
+        ):
+            record = DtypeRecord()
+            return self.observe(record), record.answers
 
     def _run_lifted(self, draws: torch.dtype, *, told: bool = True) -> tuple[Observation | None, str]:
         """Return the program run in float64 and an empty text, or None and the reason why it does not run there.

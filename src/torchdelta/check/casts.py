@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from torchdelta._torch.modes.elided_casts import Elide
+from torchdelta._torch.tensors import has_values
 from torchdelta.check.baseline import Baseline
 from torchdelta.compare.contract import Terms
 from torchdelta.compare.kernels import measure
@@ -85,9 +86,9 @@ def _is_explained(reference: object, candidate: object, elided: object) -> bool:
 
     It is if fewer NaN and Inf are misplaced between it and `elided` than between it and the reference. It also is if it
     differs from the reference, and its rms distance to `elided` is less than `NEARER` times that to the reference.
-    Return False unless all three are tensors of one shape and layout, and the reference's is of floats.
+    Return False unless all three are tensors of one shape and layout, with values, and the reference's is of floats.
     """
-    sides = [side for side in (reference, candidate, elided) if isinstance(side, torch.Tensor)]
+    sides = [side for side in (reference, candidate, elided) if isinstance(side, torch.Tensor) and has_values(side)]
     if len(sides) < 3 or len({(side.shape, side.layout) for side in sides}) > 1 or not sides[0].is_floating_point():
         return False
     to_reference, to_elided = measure(sides[0], sides[1]), measure(sides[2], sides[1])

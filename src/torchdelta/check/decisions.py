@@ -33,6 +33,7 @@ import torch
 
 from torchdelta._torch.modes.decisions import NEAR, Choice, DecisionMargins, DecisionRecord, DecisionReplay, MarginWatch
 from torchdelta._torch.modes.noisy import Noisy
+from torchdelta._torch.tensors import has_values
 from torchdelta.compare.judge import is_inexact
 from torchdelta.compare.leaves import Leaves
 from torchdelta.compare.noise import unit_roundoff
@@ -363,8 +364,10 @@ def _has_diverged(comparisons: Iterable[Comparison]) -> bool:
 
 
 def _is_like(leaf: object, value: object) -> TypeGuard[torch.Tensor]:
-    """Tell whether both are tensors, of one shape."""
-    return isinstance(leaf, torch.Tensor) and isinstance(value, torch.Tensor) and leaf.shape == value.shape
+    """Tell whether both are tensors of one shape, with values, and both real or both complex."""
+    if not (isinstance(leaf, torch.Tensor) and isinstance(value, torch.Tensor)) or leaf.shape != value.shape:
+        return False
+    return leaf.is_complex() == value.is_complex() and has_values(leaf) and has_values(value)
 
 
 def _explained(comparison: Comparison, followed: Comparison | None, semantic: Comparison | None) -> Comparison:
@@ -617,8 +620,11 @@ def doubt_mixture(stage: Stage, replayed: Sequence[Comparison]) -> Stage:
     """Return the stage; equivalent floats that diverge from the reference's own choices become inconclusive.
 
     The candidate returned the reference's indices, so its values should be those at these indices. `replayed` has the
-    comparisons with a truth that chose as the reference did; in it, the values at float64's indices diverge.
+    comparisons with a truth that chose as the reference did; in it, the values at float64's indices diverge. A stage
+    without comparisons, such as one in which the candidate crashed, is returned unchanged.
     """
+    if not stage.comparisons:
+        return stage
     by_path = {comparison.path: comparison for comparison in replayed}
 
     def doubted(comparison: Comparison) -> Comparison:
@@ -691,11 +697,11 @@ class ChoiceRuns:
         """Tell whether the candidate's leaf at a path of the forward has the truth's choices.
 
         True, whatever the candidate has, if truth and replayed truth are the same there, or the replayed leaf is not a
-        tensor. Otherwise False if the leaf is missing or has another shape on a side. Only elements in which truth and
-        replayed truth differ, floats by more than rounding, are looked at.
+        tensor with values. Otherwise False if the leaf is missing or `_is_like` no other on a side. Only elements in
+        which truth and replayed truth differ, floats by more than rounding, are looked at.
         """
         truth, replayed, candidate = _leaves_at("forward", path, self.truth, self.replayed, self.candidate)
-        if not isinstance(replayed, torch.Tensor) or _is_same(truth, replayed):
+        if not isinstance(replayed, torch.Tensor) or not has_values(replayed) or _is_same(truth, replayed):
             return True
         if not (_is_like(truth, replayed) and _is_like(candidate, replayed)):
             return False
@@ -713,8 +719,8 @@ def _leaves_at(stage: str, path: str, *runs: Observation) -> tuple[Any, ...]:
 
 
 def _is_same(first: object, second: object) -> bool:
-    """Tell whether both are tensors with the same shape and values."""
-    return isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor) and torch.equal(first, second)
+    """Tell whether both are tensors with the same shape and values, and `_is_like` each other."""
+    return _is_like(first, second) and isinstance(second, torch.Tensor) and torch.equal(first, second)
 
 
 def _margins_of_outputs(baseline: Baseline) -> dict[str, _LeafMargins]:

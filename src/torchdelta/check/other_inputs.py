@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 
 from torchdelta._torch.pytree import tree_map_only
+from torchdelta._torch.tensors import has_values
 from torchdelta.check.baseline import Baseline
 from torchdelta.compare.spread import is_finite
 from torchdelta.errors import EagerFails, ProgramError, TorchDeltaError
@@ -165,8 +166,8 @@ def _forward(baseline: Baseline, program: Program) -> list[torch.Tensor] | None:
 
 
 def _is_finite(outputs: list[torch.Tensor]) -> bool:
-    """Tell whether all outputs of floats are finite; other outputs do not count."""
-    return all(is_finite(output) for output in outputs if output.is_floating_point())
+    """Tell whether all outputs of floats are finite; other outputs, and those without values, do not count."""
+    return all(is_finite(output) for output in outputs if output.is_floating_point() and has_values(output))
 
 
 def _told(program: Program, other: Program) -> str:

@@ -108,6 +108,7 @@ def _avoided(stages: Sequence[Stage], yardstick: Yardstick[Observation], candida
                 continue
             if not isinstance(other, torch.Tensor) or not _are_alike(reference, truth, other):
                 continue
+            reference, truth, other = map(_with_arithmetic, (reference, truth, other))
             mask = ~reference.isfinite() & truth.isfinite() & other.isfinite() & (truth.abs() <= MASK)
             if mask.any():
                 masks.setdefault(stage.name, {})[comparison.path] = mask.detach()
@@ -120,6 +121,11 @@ def _are_alike(*sides: torch.Tensor) -> bool:
     return are_floats and len({side.shape for side in sides}) == 1
 
 
+def _with_arithmetic(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a float of one byte, which has no arithmetic of its own, as float32, and any other tensor itself."""
+    return tensor.float() if tensor.itemsize == 1 else tensor
+
+
 def _zeroed(run: Observation, masks: Masks) -> Observation:
     """Return a copy of an observation with zeros at the elements of the masks; leaves of another shape stay."""
     stages = dict(run.stages)
@@ -128,7 +134,8 @@ def _zeroed(run: Observation, masks: Masks) -> Observation:
         for path, mask in by_path.items():
             leaf = leaves.get(path)
             if isinstance(leaf, torch.Tensor) and leaf.shape == mask.shape:
-                leaves[path] = leaf.detach().masked_fill(mask, 0).requires_grad_(leaf.requires_grad)
+                zeroed = _with_arithmetic(leaf.detach()).masked_fill(mask, 0).to(leaf.dtype)
+                leaves[path] = zeroed.requires_grad_(leaf.requires_grad)
         stages[stage] = leaves
     return replace(run, stages=stages)
 
@@ -148,7 +155,7 @@ def _judge_overflowed(
         dtype = coarser(dtype, other) if other is not None else dtype
     noisy = [run.stages.get(stage, {}).get(path) for run in baseline.noisy(RUNS, lowered_to=dtype)]
     truth, ours, *runs = (
-        resolve(leaf.detach())[mask].to(torch.complex128 if leaf.is_complex() else torch.float64)
+        _with_arithmetic(resolve(leaf.detach()))[mask].to(torch.complex128 if leaf.is_complex() else torch.float64)
         for leaf in (baseline.truth.stages[stage][path], candidate.stages[stage][path], *noisy)
         if isinstance(leaf, torch.Tensor) and leaf.shape == mask.shape
     )

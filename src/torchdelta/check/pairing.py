@@ -16,6 +16,7 @@ import torch
 
 from torchdelta._torch import tensors
 from torchdelta.compare.leaves import Leaves, describe
+from torchdelta.compare.objects import as_tensor
 from torchdelta.program.stages import Observation
 from torchdelta.program.unregistered import is_attribute
 from torchdelta.records.comparison import UnmatchedLeaf
@@ -68,7 +69,7 @@ def is_state(path: str) -> bool:
 
 
 def has_differences(reference: Observation, candidate: Observation) -> bool:
-    """Tell whether two tensors or floats of the same stage and path differ, or may; if none does, no noise is needed.
+    """Tell whether tensors, arrays or numbers of one stage and path differ, or may; if none does, no noise is needed.
 
     Other leaves, and those without a partner, do not count. Tensors that `_is_equal` does not compare count as
     different. State that only one observation changed is added to the other, in place.
@@ -84,13 +85,12 @@ def has_differences(reference: Observation, candidate: Observation) -> bool:
 
 
 def _differs(leaf: Any, other: Any) -> bool:
-    """Tell whether two leaves are tensors that are not `_is_equal`, or unequal floats or complex numbers.
+    """Tell whether two leaves are tensors, or can be made tensors, that are not `_is_equal`; False for any other pair.
 
-    Any other pair, such as two integers, is False. A NaN differs from everything.
+    Numbers, booleans and numeric arrays can. A NaN differs from everything.
     """
-    if isinstance(leaf, torch.Tensor) and isinstance(other, torch.Tensor):
-        return not _is_equal(leaf, other)
-    return isinstance(leaf, (float, complex)) and isinstance(other, (float, complex)) and leaf != other
+    first, second = (each if isinstance(each, torch.Tensor) else as_tensor(each) for each in (leaf, other))
+    return first is not None and second is not None and not _is_equal(first, second)
 
 
 def _is_equal(first: torch.Tensor, second: torch.Tensor) -> bool:

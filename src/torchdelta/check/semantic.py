@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from torchdelta._torch.modes.lift import BITS
+from torchdelta._torch.tensors import has_values
 from torchdelta.check.baseline import Baseline
 from torchdelta.check.candidate import CandidateRun
 from torchdelta.check.decisions import reach_of_steps, settle_steps
@@ -22,6 +23,7 @@ from torchdelta.check.pairing import complete, has_differences, is_state, pair_s
 from torchdelta.compare.contract import Terms
 from torchdelta.compare.judge import Judge, is_inexact
 from torchdelta.compare.noise import unit_roundoff
+from torchdelta.compare.objects import as_tensor
 from torchdelta.compare.protocol import (
     Answers,
     Yardstick,
@@ -157,12 +159,21 @@ def judge_lifted(lifted: LiftedRun, baseline: Baseline, *, keeps_names: bool) ->
 
 
 def _without_float64(run: Observation) -> Observation:
-    """Return a native run without its leaves in float64: their noise may be that of a lower dtype that was cast up."""
+    """Return a native run without its leaves in float64: their noise may be that of a lower dtype that was cast up.
+
+    So are numbers of Python and NumPy, such as the result of `item()`.
+    """
     stages = {
-        stage: {path: leaf for path, leaf in leaves.items() if getattr(leaf, "dtype", None) not in _WIDEST}
+        stage: {path: leaf for path, leaf in leaves.items() if not _is_in_float64(leaf)}
         for stage, leaves in run.stages.items()
     }
     return replace(run, stages=stages)
+
+
+def _is_in_float64(leaf: object) -> bool:
+    """Tell whether a leaf is a tensor, array or number of float64 or complex128."""
+    tensor = leaf if isinstance(leaf, torch.Tensor) else as_tensor(leaf)
+    return tensor is not None and tensor.dtype in _WIDEST
 
 
 def _rounding_of_constants(lifted: LiftedRun, baseline: Baseline) -> float:
@@ -341,13 +352,13 @@ def _is_further_than_noise(baseline: Baseline, stage: str, path: str) -> bool:
 
     How many, `FOREIGN` says, or `FOREIGN_NARROW` if the reference has less than 32 bits. The noisy run counts as at
     least one rounding away, in the coarser of the reference's dtype and the program's coarsest. Return False without a
-    truth or a noisy run, for integers and non-tensors, and if the truth has another shape.
+    truth or a noisy run, for integers, non-tensors and tensors without values, and if the truth has another shape.
     """
     reference = baseline.reference.stages[stage].get(path)
     truth = baseline.truth.stages.get(stage, {}).get(path) if baseline.truth else None
     if not isinstance(truth, torch.Tensor) or not isinstance(reference, torch.Tensor):
         return False
-    if truth.shape != reference.shape or not is_inexact(reference.dtype):
+    if truth.shape != reference.shape or not is_inexact(reference.dtype) or not has_values(reference):
         return False
     runs = [run.stages.get(stage, {}).get(path) for run in baseline.noisy(1)]
     distances = [

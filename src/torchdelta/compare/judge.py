@@ -17,7 +17,7 @@ from torchdelta.compare.contract import Terms, breaches
 from torchdelta.compare.kernels import measure
 from torchdelta.compare.leaves import Leaves, Pair, align
 from torchdelta.compare.objects import as_tensor, compare_alone, compare_objects, is_same_class
-from torchdelta.compare.policy import IDENTICAL, Judgement, Policy, Sample, default_tolerance
+from torchdelta.compare.policy import IDENTICAL, Judgement, Policy, Sample, default_tolerance, largest_error
 from torchdelta.records.comparison import Breach, Comparison, Measurement, Scalar, UnmatchedLeaf, Worst
 from torchdelta.records.verdict import Verdict
 
@@ -107,8 +107,9 @@ class Judge:
     ) -> Sample:
         """Measure two tensors; return them with the measurement, its worst element, their truth and their noisy runs.
 
-        A truth or noisy run that has another shape than the reference, or no values, is left out. The tolerances are
-        the policy's, or torch.testing's for the two dtypes if one of the policy's is None.
+        A truth or noisy run that has another shape than the reference, or no values, or is complex where the reference
+        is real, is left out. The tolerances are the policy's, or torch.testing's for the two dtypes if one of the
+        policy's is None.
         """
         reference, candidate = tensors.resolve(reference), tensors.resolve(candidate)
         truth = tensors.resolve(truth) if truth is not None and _is_like(truth, reference) else None
@@ -132,8 +133,18 @@ class Judge:
         )
 
     def _judge(self, sample: Sample) -> Judgement:
-        """Return the policy's judgement if both are floats or the policy judges integers, or else `_judge_exact`'s."""
+        """Return the policy's judgement if both are floats or the policy judges integers, or else `_judge_exact`'s.
+
+        Under a policy that needs a truth, a real and a complex tensor that differ are INCONCLUSIVE.
+        """
         are_inexact = is_inexact(sample.reference.dtype) and is_inexact(sample.candidate.dtype)
+        are_apart = sample.reference.is_complex() != sample.candidate.is_complex()
+        if are_inexact and are_apart and self.policy.needs_truth and sample.measurement.mismatches:
+            return Judgement(
+                verdict=Verdict.INCONCLUSIVE,
+                reason="one side is real and the other complex, so they have no noise in common",
+                error=largest_error(sample.measurement),
+            )
         if are_inexact or self.policy.judges_integers:
             return self.policy.judge(sample)
         return self._judge_exact(sample.measurement)
@@ -180,8 +191,9 @@ def is_inexact(dtype: torch.dtype) -> bool:
 
 
 def _is_like(tensor: torch.Tensor, reference: torch.Tensor) -> bool:
-    """Tell whether a tensor has the reference's shape, and values: it is not a meta or fake tensor."""
-    return tensor.shape == reference.shape and tensors.has_values(tensor)
+    """Tell whether a tensor has the reference's shape, is complex only if that is, and has values: it is not meta."""
+    is_alike = tensor.shape == reference.shape and tensor.is_complex() == reference.is_complex()
+    return is_alike and tensors.has_values(tensor)
 
 
 def _partners(paths: frozenset[str]) -> str:

@@ -109,12 +109,14 @@ def coarsest_resolution(parts: Sequence[Part], judgements: Sequence[Judgement]) 
 def _part(sample: Sample, sizes: torch.Tensor, mask: torch.Tensor, *, is_exceptional: bool) -> Part:
     """Return the part of the elements in `mask`; all others are zero in its tensors.
 
-    Values too large or too small to be squared are scaled by a power of two. `is_exceptional` says that another part
-    has more elements. Of complex tensors the components are elements.
+    Values too large or too small to be squared are scaled by a power of two, unless they are mask constants.
+    `is_exceptional` says that another part has more elements. Of complex tensors the components are elements.
     """
     own = sizes[mask & (sizes > 0.0)]
+    is_mask = is_exceptional and bool(own.numel()) and float(own.min()) > MASK
     exponent = math.frexp(float(own.max()))[1] if own.numel() else 0
-    exponent = 0 if abs(exponent) <= _SAFE else exponent
+    # mask constants are not squared, and are known by their size
+    exponent = 0 if is_mask or abs(exponent) <= _SAFE else exponent
 
     def masked(tensor: torch.Tensor) -> torch.Tensor:
         real = _components(tensor)
@@ -132,7 +134,7 @@ def _part(sample: Sample, sizes: torch.Tensor, mask: torch.Tensor, *, is_excepti
         elements=int(mask.sum()),
         ordinary=math.ldexp(float(own.median()), -exponent) if own.numel() else 0.0,
         exponent=exponent,
-        is_mask=is_exceptional and bool(own.numel()) and float(own.min()) > MASK,
+        is_mask=is_mask,
     )
 
 

@@ -14,7 +14,7 @@ import torch
 
 from torchdelta._torch.graphs.quantization import Levels
 from torchdelta.compare.policy import IDENTICAL, Judgement, Policy, Sample, describe_misplaced, luck, relative
-from torchdelta.compare.spread import spread
+from torchdelta.compare.spread import MASK, lost_masks, sizes, spread
 from torchdelta.records.verdict import Verdict
 
 RUNS = 3
@@ -101,8 +101,9 @@ class StepNoise(Policy):
         """Return DIVERGED if a quantized layer is further from the float layer than its steps explain, else EQUIVALENT.
 
         The reference is the float layer, and the noise is the largest error of the noisy runs; the worse of rms and
-        largest error decides. A misplaced NaN or Inf is DIVERGED. INCONCLUSIVE if values differ and there are no noisy
-        runs, or in place of EQUIVALENT if the noise is large beside the values.
+        largest error decides. A misplaced NaN or Inf and a lost mask constant are DIVERGED; other elements are not held
+        to the size of mask constants. INCONCLUSIVE if values differ and there are no noisy runs, or in place of
+        EQUIVALENT if the noise is large beside the values.
         """
         pair = sample.measurement
         if not pair.mismatches:
@@ -112,10 +113,14 @@ class StepNoise(Policy):
         if not sample.noisy:
             reason = "how it is quantized is not known, so there is no step to hold the difference against"
             return Judgement(verdict=Verdict.INCONCLUSIVE, reason=reason, error=pair.rms_error)
+        if lost := lost_masks(sample.reference, sample.reference, sample.candidate):
+            reason = f"{lost} values beyond {MASK:g}, which are taken for mask constants, are not what they were"
+            return Judgement(verdict=Verdict.DIVERGED, reason=reason, error=math.inf, allowed=0.0)
         runs = [spread(sample.reference, run) for run in sample.noisy]
         candidate = spread(sample.reference, sample.candidate)
         limit = LIMIT * luck(pair.numel)
-        floor = float(torch.finfo(sample.reference.dtype).eps) * pair.rms_reference
+        scale = sizes(sample.reference).rms
+        floor = float(torch.finfo(sample.reference.dtype).eps) * scale
         unit = "what quantizing makes"
         rms_noise, max_noise = max(floor, *(run.rms for run in runs)), max(floor, *(run.peak for run in runs))
         judgement = max(
@@ -123,7 +128,7 @@ class StepNoise(Policy):
             Judgement.of_statistic("max", candidate.peak, max_noise, limit, unit),
             key=lambda judgement: judgement.rank,
         )
-        resolution = relative(limit * rms_noise, pair.rms_reference)
+        resolution = relative(limit * rms_noise, scale)
         judgement = judgement._replace(
             resolution=resolution,
             details={**(judgement.details or {}), "question": "local", "sqnr": pair.sqnr_db},

@@ -99,9 +99,9 @@ def compare_statistics(
     """Return the comparison of two tensors at `path` by their statistics alone.
 
     Same dtype, shape and checksum are EQUIVALENT. Another dtype or shape that the terms do not excuse is DIVERGED, and
-    so are integers that differ, other counts of NaN or Inf, and an error of floats beyond what the policy allows. Any
-    other difference, such as one of floats under a policy that needs a truth, is INCONCLUSIVE. The error of floats is a
-    lower bound.
+    so are integers that differ unless the terms excuse that, other counts of NaN or Inf, and an error of floats beyond
+    what the policy allows. Any other difference, such as one of floats under a policy that needs a truth, is
+    INCONCLUSIVE. The error of floats is a lower bound.
     """
     breaches = []
     if reference.dtype != candidate.dtype:
@@ -117,6 +117,10 @@ def compare_statistics(
         verdict, reason, error, allowed = Verdict.EQUIVALENT, "bitwise identical, by checksum", 0.0, 0.0
     else:
         verdict, reason, error, allowed = _judge_gap(reference, candidate, policy)
+        is_excused = terms.excuses("integers") and not policy.judges_integers
+        if is_excused and not _is_inexact(reference) and reference.shape == candidate.shape:
+            breaches.append(terms.breach("integers", "exact", reason))
+            verdict, reason = Verdict.EQUIVALENT, f"ignored: {reason}"
     decisive = [str(breach) for breach in breaches if not breach.excused]
     if decisive:
         verdict, reason = Verdict.DIVERGED, "; ".join(decisive)
@@ -145,7 +149,7 @@ def _judge_gap(reference: Statistics, candidate: Statistics, policy: Policy) -> 
     if (reference.nan, reference.inf) != (candidate.nan, candidate.inf):
         counts = f"{reference.nan} NaN and {reference.inf} Inf in the reference, {candidate.nan} and {candidate.inf}"
         return Verdict.DIVERGED, f"{counts} in the candidate", math.inf, 0.0
-    if not _dtype(reference).is_floating_point and not _dtype(reference).is_complex:
+    if not _is_inexact(reference):
         return Verdict.DIVERGED, "the checksums differ, and integers have no rounding noise", math.inf, 0.0
     if isinstance(policy, Bitwise):
         return Verdict.DIVERGED, "the checksums differ", _gap(reference.rms, candidate.rms), 0.0
@@ -182,6 +186,11 @@ def _gap(reference: float, candidate: float) -> float:
     """Return |candidate − reference|, or 0 if that is not finite."""
     gap = abs(candidate - reference)
     return gap if math.isfinite(gap) else 0.0
+
+
+def _is_inexact(statistics: Statistics) -> bool:
+    """Tell whether the tensor that was measured is of floats or complex numbers."""
+    return _dtype(statistics).is_floating_point or _dtype(statistics).is_complex
 
 
 def _dtype(statistics: Statistics) -> torch.dtype:
