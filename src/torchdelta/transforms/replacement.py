@@ -60,8 +60,10 @@ def _side_of(call: Callable[..., Any], side: Side, *, start: Callable[..., Any])
 
 
 def _copy_lifted(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a copy of the callable with its tensors in float64; TypeError if torch.compile made it, or what it uses."""
-    # what a function uses may be a compiled one too
+    """Return a copy of the callable with its tensors in float64.
+
+    TypeError if torch.compile made it, or anything that it uses.
+    """
     if any(callable(part) and compiles_itself(part) for part in everything_in(call)):
         raise TypeError("the candidate was compiled before, and in float64 it would run uncompiled")
     return cast(Callable[..., Any], copy_together(call, name="the candidate", convert=widened))
