@@ -263,3 +263,42 @@ def test_a_compiler_that_keeps_the_weights_of_the_first_call_diverges_after_a_st
 
     assert td.check(model, (x,), transform=keeps_biases, stages="forward,gradients").verdict is EQUIVALENT
     assert td.check(model, (x,), transform=keeps_biases, stages="steps").verdict is DIVERGED
+
+
+def under_autocast(x, weight):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return broken_softmax(x, weight)
+
+
+def with_autocast(x, weight):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = x @ weight
+        torch._dynamo.graph_break()
+        y = y.relu() @ weight
+    return y.float().softmax(-1)
+
+
+def broken_softmax(x, weight):
+    y = x @ weight
+    torch._dynamo.graph_break()
+    return (y.relu() @ weight).float().softmax(-1)
+
+
+def scaled_softmax(graph_module, example_inputs):
+    for node in graph_module.graph.nodes:
+        if node.target == "softmax":
+            node.op, node.target = "call_function", lambda x, dim: x.softmax(dim) * 1.003
+    graph_module.recompile()
+    return graph_module
+
+
+@pytest.mark.parametrize("program", [with_autocast, under_autocast])
+@pytest.mark.parametrize(("transform", "verdict"), [(scaled_softmax, DIVERGED), ("aot_eager", EQUIVALENT)])
+def test_a_small_fault_beside_a_graph_break_under_autocast_is_seen(program, transform, verdict):
+    torch.manual_seed(0)
+    x, weight = torch.randn(16, 16), (torch.randn(16, 16) / 4).requires_grad_()
+
+    report = td.check(program, (x, weight), transform=transform)
+
+    assert report.verdict is verdict
+    assert report.questions.semantic == "asked"

@@ -1,8 +1,9 @@
 """The semantic question, asked graph by graph: is each graph that a compiler captured the same function in float64?
 
-If the whole program cannot be asked, each of its graphs can, with the inputs of several calls. Parts that run between the graphs are eager on both sides,
-but round in float64 as they do natively. A program that branches on its dtype is captured natively here, and its graphs
-are lifted afterwards. If every graph is the same function and all else runs as the reference does, the program is too.
+If the whole program cannot be asked, each of its graphs can, with the inputs of several calls. Parts that run between
+the graphs are eager on both sides, but round in float64 as they do natively. A program that branches on its dtype is
+captured natively here, and its graphs are lifted afterwards. If every graph is the same function and all else runs as
+the reference does, the program is too.
 
     answer = ask_graphs(baseline, transform)
     answer.are_same                         # whether every graph was asked, and is the same function
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 
 from torchdelta._torch import tensors
+from torchdelta._torch.graphs.graphs import under_autocast
 from torchdelta._torch.graphs.lift_graph import form_of, lift_graph
 from torchdelta.check import semantic
 from torchdelta.check.baseline import Baseline
@@ -140,13 +142,14 @@ def _ask_graph(
     TorchDeltaError, that is the reason, without answers.
     """
     first, *others = calls
+    graph = under_autocast(first.graph, *first.autocast) if first.autocast is not None else first.graph
     stages = ("forward",) if baseline.plan.stages == ("forward",) else ("forward", "gradients")
     whole = Baseline(
         program=Program(
             name=f"graph {number} of {baseline.program.name}",
-            call=first.graph,
+            call=graph,
             args=first.inputs,
-            lifted_call=lift_graph(copy.deepcopy(first.graph)),
+            lifted_call=lift_graph(copy.deepcopy(graph)),
         ),
         plan=replace(
             baseline.plan,
@@ -187,13 +190,13 @@ def _calls_by_graph(captured: Sequence[CapturedGraph]) -> list[list[CapturedGrap
     for each in captured:
         if form_of(each.graph):
             calls = by_graph.setdefault(id(each.graph), [])
-            if not calls or _layout_of(each.inputs) == _layout_of(calls[0].inputs):
+            if not calls or _layout_of(each) == _layout_of(calls[0]):
                 calls.append(each)
     return list(by_graph.values())
 
 
-def _layout_of(inputs: Sequence[Any]) -> list[Any]:
-    """Return all of a graph's inputs but the values of tensors: their layouts, and the plain inputs."""
+def _layout_of(call: CapturedGraph) -> list[Any]:
+    """Return all that a call of a graph depends on, but for the values of tensors: layouts, plain inputs, autocast."""
 
     def layout(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -201,4 +204,4 @@ def _layout_of(inputs: Sequence[Any]) -> list[Any]:
         strides = value.stride() if tensors.has_own_buffer(value) else value.layout
         return value.shape, strides, value.dtype, value.requires_grad
 
-    return list(map(layout, inputs))
+    return [call.autocast, *map(layout, call.inputs)]
