@@ -180,3 +180,125 @@ def test_a_graph_that_runs_without_gradients_is_asked_without_them():
     wrong = td.check(step, inputs, transform=reordered(1.0001))
 
     assert (right.verdict, wrong.verdict) == (EQUIVALENT, DIVERGED)
+
+
+class Gate(nn.Module):
+    """A layer behind a graph break, which a compiler gets once for all calls of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(32) * 1.5 + torch.randn(32, 32) / 100)
+
+    def forward(self, x):
+        for _ in range(4):
+            x = gated(x, self.weight)
+            torch._dynamo.graph_break()
+        return x
+
+
+def gated(x, weight):
+    return F.gelu(x @ weight)
+
+
+def replaced_gelu(function):
+    def change(graph_module, example_inputs):
+        for node in graph_module.graph.nodes:
+            if getattr(node.target, "__name__", "") == "gelu":
+                node.target = function
+        graph_module.recompile()
+        return graph_module
+
+    return change
+
+
+def wrong_if_large(x):
+    y = F.gelu(x)
+    return torch.where(y > 7.5, y * 1.01, y)
+
+
+def by_error_function(x):
+    return x * 0.5 * (1 + torch.erf(x * 0.5**0.5))
+
+
+@pytest.mark.parametrize(("function", "verdict"), [(wrong_if_large, DIVERGED), (by_error_function, EQUIVALENT)])
+def test_a_graph_that_is_called_again_is_asked_about_later_calls_too(function, verdict):
+    torch.manual_seed(0)
+    x = torch.rand(16, 32) + 1
+    model = Gate()
+    # only the values of later calls are large
+    assert not (gated(x, model.weight) > 7.5).any()
+    assert (model(x) > 7.5).any()
+
+    transform = replaced_gelu(function)
+    report = td.check(model.to(torch.bfloat16), (x.to(torch.bfloat16),), transform=transform, stages="forward")
+
+    assert report.verdict is verdict
+
+
+def test_a_gradient_behind_a_graph_break_counts_if_steps_alone_are_compared():
+    model, args = build()
+
+    assert td.check(model, args, transform=scaled_gradient, stages="steps").verdict is DIVERGED
+    assert td.check(model, args, transform="aot_eager", stages="steps").verdict is EQUIVALENT
+
+
+def test_a_compiler_that_keeps_the_weights_of_the_first_call_diverges_after_a_step():
+    def keeps_biases(graph_module, example_inputs):
+        first = [value.detach().clone() for value in example_inputs]
+
+        def call(*args):
+            # the gradient is that of the weight itself
+            return graph_module(
+                *(
+                    old + (new - new.detach()) if isinstance(new, nn.Parameter) and new.dim() == 1 else new
+                    for old, new in zip(first, args, strict=True)
+                )
+            )
+
+        return call
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)).to(torch.bfloat16)
+    x = torch.randn(16, 16).to(torch.bfloat16)
+
+    assert td.check(model, (x,), transform=keeps_biases, stages="forward,gradients").verdict is EQUIVALENT
+    assert td.check(model, (x,), transform=keeps_biases, stages="steps").verdict is DIVERGED
+
+
+def under_autocast(x, weight):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return broken_softmax(x, weight)
+
+
+def with_autocast(x, weight):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = x @ weight
+        torch._dynamo.graph_break()
+        y = y.relu() @ weight
+    return y.float().softmax(-1)
+
+
+def broken_softmax(x, weight):
+    y = x @ weight
+    torch._dynamo.graph_break()
+    return (y.relu() @ weight).float().softmax(-1)
+
+
+def scaled_softmax(graph_module, example_inputs):
+    for node in graph_module.graph.nodes:
+        if node.target == "softmax":
+            node.op, node.target = "call_function", lambda x, dim: x.softmax(dim) * 1.003
+    graph_module.recompile()
+    return graph_module
+
+
+@pytest.mark.parametrize("program", [with_autocast, under_autocast])
+@pytest.mark.parametrize(("transform", "verdict"), [(scaled_softmax, DIVERGED), ("aot_eager", EQUIVALENT)])
+def test_a_small_fault_beside_a_graph_break_under_autocast_is_seen(program, transform, verdict):
+    torch.manual_seed(0)
+    x, weight = torch.randn(16, 16), (torch.randn(16, 16) / 4).requires_grad_()
+
+    report = td.check(program, (x, weight), transform=transform)
+
+    assert report.verdict is verdict
+    assert report.questions.semantic == "asked"

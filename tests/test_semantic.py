@@ -560,3 +560,54 @@ def test_float64_itself_is_asked_unless_it_could_show_nothing(stage, size, resol
 
     is_coarse = resolution > 1.0
     assert asked == ["float64"] * (is_asked or (is_coarse and other == 0.1))
+
+
+class Joined(nn.Module):
+    """The same three layers as one, with names of its own."""
+
+    def __init__(self, layers, scale=1.0):
+        super().__init__()
+        self.weight = nn.Parameter(torch.cat([layer.weight.detach() for layer in layers]))
+        self.bias = nn.Parameter(torch.cat([layer.bias.detach() for layer in layers]))
+        self.scale = scale
+
+    def forward(self, x):
+        query, key, value = F.linear(x, self.weight, self.bias).chunk(3, -1)
+        return (query @ key.t() * self.scale).softmax(-1) @ value
+
+
+class Apart(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x):
+        query, key, value = (layer(x) for layer in self.layers)
+        return (query @ key.t()).softmax(-1) @ value
+
+
+@pytest.mark.parametrize(("scale", "verdict"), [(1.0, EQUIVALENT), (1.005, DIVERGED)])
+def test_weights_that_are_copies_under_other_names_are_not_rounded(scale, verdict):
+    reference = Apart().to(torch.bfloat16)
+
+    report = td.check(reference, (X,), candidate=Joined(reference.layers, scale), stages="forward")
+
+    assert report.verdict is verdict
+
+
+def test_weights_that_were_folded_are_rounded_to_their_dtype():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer, self.scale = nn.Linear(32, 32, bias=False), nn.Parameter(torch.rand(32) + 0.5)
+
+        def forward(self, x):
+            return self.layer(x * self.scale)
+
+    reference = Scaled().to(torch.bfloat16)
+    folded = nn.Linear(32, 32, bias=False).to(torch.bfloat16)
+    folded.weight = nn.Parameter((reference.layer.weight * reference.scale).detach())
+
+    assert td.check(reference, (X,), candidate=folded, stages="forward").verdict is not DIVERGED

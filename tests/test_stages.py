@@ -437,3 +437,61 @@ def test_fused_layers_are_another_implementation():
     with torch.no_grad():
         next(fused.parameters()).mul_(1.01)
     assert td.check(model, (x,), candidate=fused).verdict is Verdict.DIVERGED
+
+
+def in_one_buffer(graph_module, _):
+    """Return the graph with results that every call writes to the same memory."""
+    results = []
+
+    def call(*args):
+        outputs = graph_module(*args)
+        results.extend(torch.empty_like(output) for output in outputs[len(results) :])
+        return tuple(result.copy_(output) for result, output in zip(results, outputs, strict=True))
+
+    return call
+
+
+class Ring(nn.Module):
+    """Returns a buffer that later calls write to."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(2, 4))
+
+    def forward(self, x):
+        self.rows.copy_(torch.stack([self.rows[1], x.sin()]))
+        return self.rows
+
+
+def test_a_result_that_a_later_call_overwrites_has_diverged():
+    report = td.check(torch.sin, (torch.randn(4),), transform=in_one_buffer, iterations=2)
+
+    assert report.verdict is Verdict.DIVERGED
+    assert "shares memory with the results of a later call in the candidate" in report.stages[0].comparisons[0].reason
+
+
+def test_a_result_that_the_program_itself_overwrites_is_no_difference():
+    report = td.check(Ring(), (torch.randn(4),), transform="aot_eager", iterations=3)
+
+    assert report.verdict is Verdict.EQUIVALENT
+
+
+class OverwritesResult(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        y = x * 2
+        ctx.kept = [y]
+        return y
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.kept[0].data.zero_()
+        return gradient * 2
+
+
+def test_a_result_that_the_backward_overwrites_has_diverged():
+    x = torch.randn(4, requires_grad=True)
+
+    report = td.check(lambda x: x * 2, (x,), candidate=lambda x: OverwritesResult.apply(x))
+
+    assert report.verdict is Verdict.DIVERGED

@@ -505,3 +505,56 @@ def test_a_decomposition_table_that_raises_is_the_users_mistake(tmp_path):
 
     with pytest.raises(td.ProgramError, match=r"table\.py:table raises ValueError: no such operator"):
         td.check(relu_net(), (X,), transform="decompose", options={"table": f"{file}:table"})
+
+
+class Tanh(nn.Module):
+    """A layer that a backend can make wrong; with a backend, it is compiled in place."""
+
+    def __init__(self, backend=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 3)
+        if backend is not None:
+            self.compile(backend=backend)
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x))
+
+
+class Twice(nn.Module):
+    """A model whose layer may be compiled in place."""
+
+    def __init__(self, backend=None):
+        super().__init__()
+        self.layer = Tanh(backend)
+
+    def forward(self, x):
+        return self.layer(x) * 2
+
+
+def with_sigmoid(graph_module, _):
+    for node in graph_module.graph.nodes:
+        if node.target is torch.tanh:
+            node.target = torch.sigmoid
+    graph_module.recompile()
+    return graph_module
+
+
+@pytest.mark.parametrize("make", [Tanh, Twice])
+def test_a_candidate_that_was_compiled_in_place_runs_compiled(make):
+    assert td.check(make(), (X,), candidate=make(with_sigmoid)).verdict is Verdict.DIVERGED
+    assert td.check(make(), (X,), candidate=make("eager")).verdict is Verdict.EQUIVALENT
+
+
+def test_a_program_that_was_compiled_in_place_is_run_eagerly():
+    assert td.check(Twice(with_sigmoid), (X,), candidate=Twice()).verdict is Verdict.EQUIVALENT
+    assert td.check(Twice(with_sigmoid), (X,), candidate=Twice(with_sigmoid)).verdict is Verdict.DIVERGED
+
+
+def test_a_candidate_that_calls_something_compiled_is_not_asked_in_float64():
+    model = Tanh()
+    compiled = torch.compile(Tanh(), backend="eager")
+
+    report = td.check(model, (X,), candidate=lambda x: compiled(x))
+
+    assert "the candidate was compiled before" in report.questions.semantic

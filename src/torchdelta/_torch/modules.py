@@ -1,6 +1,7 @@
 """Attributes of an `nn.Module` that are torch's own: its registries and hooks, and what a compiler adds to it.
 
-`own_attributes` returns the others, which are the user's; `hooks_of` returns the functions that a user has registered.
+`own_attributes` returns the others, which are the user's; `hooks_of` returns the functions that a user has registered;
+`compiled_call_of` returns what a module that was compiled in place runs.
 """
 
 from __future__ import annotations
@@ -37,6 +38,16 @@ def own_attributes(module: torch.nn.Module) -> dict[str, Any]:
 def is_of_compiler(name: str) -> bool:
     """Tell whether an attribute of this name is one that torch.compile adds to a module or a function."""
     return name.startswith(_COMPILERS)
+
+
+def compiled_call_of(module: torch.nn.Module) -> Callable[..., Any] | None:
+    """Return what a module that was compiled in place, by its method `compile`, calls; None for any other module."""
+    return vars(module).get("_compiled_call_impl")
+
+
+def set_compiled_call(module: torch.nn.Module, call: Callable[..., Any]) -> None:
+    """Make a module call this, as if its method `compile` had returned it."""
+    vars(module)["_compiled_call_impl"] = call
 
 
 def hooks_of(module: torch.nn.Module) -> list[Callable[..., Any]]:

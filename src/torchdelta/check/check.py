@@ -447,14 +447,13 @@ class Check(JudgingSteps[Observation]):
         """Make diverged `answers` inconclusive if each graph of the compiler is the same function by itself.
 
         Then the compiler has captured other values than the program computes: a table that the program has cached, or
-        that numpy computed in float32, is computed in float64 by the graph. Nothing changes for a transform that is not
-        a compiler with a seam.
+        that numpy computed in float32, is computed in float64 by the graph. That shows in the first call: nothing
+        changes if only later calls diverge, after a step. Nothing changes either for a transform that is not a compiler
+        with a seam.
         """
         traits = self.transform.traits
-        if (
-            not (traits.is_compiler and traits.has_seam)
-            or not graphwise.ask_graphs(self.baseline, self.transform).are_same
-        ):
+        is_captured = traits.is_compiler and traits.has_seam and _has_diverged_at_first(self.answers)
+        if not is_captured or not graphwise.ask_graphs(self.baseline, self.transform).are_same:
             return
         why = "but each graph by itself is the same function, so the compiler captures other values in float64"
 
@@ -479,7 +478,7 @@ class Check(JudgingSteps[Observation]):
         if answer.count:
             why = self.lifted.asked.removeprefix("not asked: ")
             self.notes.append(f"float64 was asked about each of {answer.count} graphs by itself: {why}")
-        return [answer.add_to(stage) for stage in stages]
+        return answer.add_to(stages)
 
     def _replay_choices(self, stages: list[Stage]) -> list[Stage]:
         """Return the stages; coarse leaves are judged again by a truth and a noisy run that chose as the reference did.
@@ -646,6 +645,15 @@ def _first_four(paths: Sequence[str]) -> str:
 def _are_equivalent(answers: Answers) -> bool:
     """Tell whether every answer of float64 is equivalent."""
     return all(each.verdict is Verdict.EQUIVALENT for leaves in answers.values() for each in leaves.values())
+
+
+def _has_diverged_at_first(answers: Answers) -> bool:
+    """Tell whether an answer of float64 about the calls before the first step has diverged."""
+    return any(
+        each.verdict is Verdict.DIVERGED and (stage != "steps" or path.startswith("steps[0].gradients"))
+        for stage, leaves in answers.items()
+        for path, each in leaves.items()
+    )
 
 
 def _paths_in(answers: Answers) -> set[tuple[str, str]]:

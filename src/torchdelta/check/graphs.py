@@ -47,6 +47,8 @@ class CapturedGraph:
     inputs: tuple[Any, ...]
     level: str = ""
     """The part of the compiler that handed it over; empty for an exported graph."""
+    autocast: tuple[str, str] | None = None
+    """Device and dtype of the autocast around the call, which the graph itself does not have; None without one."""
 
 
 @dataclass(kw_only=True)
@@ -78,7 +80,8 @@ class GraphRecorder:
                 inputs = copy_together(args, name="the inputs of a captured graph")
                 if not (self.with_gradients and torch.is_grad_enabled()):
                     inputs = tuple(each.detach() if isinstance(each, torch.Tensor) else each for each in inputs)
-                self.captured.append(CapturedGraph(graph=graph, inputs=inputs, level=handed.level))
+                autocast = runtime.autocast()
+                self.captured.append(CapturedGraph(graph=graph, inputs=inputs, level=handed.level, autocast=autocast))
             return handed.graph.forward(*args)
 
         return run

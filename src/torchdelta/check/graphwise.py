@@ -1,12 +1,13 @@
 """The semantic question, asked graph by graph: is each graph that a compiler captured the same function in float64?
 
-If the whole program cannot be asked, each of its graphs can. Parts that run between the graphs are eager on both sides,
-but round in float64 as they do natively. A program that branches on its dtype is captured natively here, and its graphs
-are lifted afterwards. If every graph is the same function and all else runs as the reference does, the program is too.
+If the whole program cannot be asked, each of its graphs can, with the inputs of several calls. Parts that run between
+the graphs are eager on both sides, but round in float64 as they do natively. A program that branches on its dtype is
+captured natively here, and its graphs are lifted afterwards. If every graph is the same function and all else runs as
+the reference does, the program is too.
 
     answer = ask_graphs(baseline, transform)
     answer.are_same                         # whether every graph was asked, and is the same function
-    answer.add_to(stage)                    # the stage with a comparison for each value that is another function
+    answer.add_to(stages)                   # the stages with a comparison for each value that is another function
 
 Start with `ask_graphs`.
 """
@@ -14,9 +15,14 @@ Start with `ask_graphs`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
+
+from torchdelta._torch import tensors
+from torchdelta._torch.graphs.graphs import under_autocast
 from torchdelta._torch.graphs.lift_graph import form_of, lift_graph
 from torchdelta.check import semantic
 from torchdelta.check.baseline import Baseline
@@ -60,15 +66,24 @@ class GraphwiseAnswer:
         answers = [each.verdict for stage in self.answers.values() for each in stage]
         return self.question == ASKED and all(verdict is Verdict.EQUIVALENT for verdict in answers)
 
-    def add_to(self, stage: Stage) -> Stage:
-        """Return the stage with one more comparison for each value of a graph that diverged in that stage in float64.
+    def add_to(self, stages: Sequence[Stage]) -> list[Stage]:
+        """Return the stages, each with one more comparison for each value of a graph that diverged there in float64.
 
-        If `are_same`, the stage's own leaves get the largest error, noise and resolution of any graph, in any stage, in
+        Steps are taken by gradients: without a stage `gradients` those of the graphs belong to the stage `steps`. If
+        `are_same`, the leaves of a stage get the largest error, noise and resolution of any graph, in any stage, in
         their details, as those of an answer in float64. A stage without comparisons is returned unchanged.
         """
+        names = {stage.name for stage in stages}
+        return [
+            self._add_to(stage, "gradients" if stage.name == "steps" and "gradients" not in names else stage.name)
+            for stage in stages
+        ]
+
+    def _add_to(self, stage: Stage, name: str) -> Stage:
+        """Return a stage with the comparisons of the graphs' stage `name` that diverged, as `add_to` does."""
         if not stage.comparisons:
             return stage
-        diverged = [each for each in self.answers.get(stage.name, []) if each.verdict is Verdict.DIVERGED]
+        diverged = [each for each in self.answers.get(name, []) if each.verdict is Verdict.DIVERGED]
         comparisons = tuple(replace(each, details={**each.details, **self._details()}) for each in stage.comparisons)
         return Stage.of(stage.name, (*comparisons, *diverged), stage.reason)
 
@@ -87,8 +102,8 @@ class GraphwiseAnswer:
 def ask_graphs(baseline: Baseline, transform: Transform) -> GraphwiseAnswer:
     """Capture the graphs that the transform is given, and ask of each whether it is the same function in float64.
 
-    Return the answers. The inputs of a graph are those of its first recorded call, lifted. Graphs that compute nothing
-    are left out. A graph that cannot be asked has its reason in `unasked`. If no graph can be captured, none is asked,
+    Return the answers. The inputs of a graph are those of its recorded calls, lifted. Graphs that compute nothing are
+    left out. A graph that cannot be asked has its reason in `unasked`. If no graph can be captured, none is asked,
     and `unasked` has that reason alone.
     """
     answers: dict[str, list[Comparison]] = {}
@@ -96,11 +111,11 @@ def ask_graphs(baseline: Baseline, transform: Transform) -> GraphwiseAnswer:
     count = 0
     with baseline.timed("semantic"):
         try:
-            captured = list(_first_calls(capture_graphs(baseline, transform)))
+            captured = _calls_by_graph(capture_graphs(baseline, transform))
         except TorchDeltaError as error:
             return GraphwiseAnswer(answers={}, count=0, unasked=(str(error),))
-        for number, graph in enumerate(captured):
-            asked, of_graph = _ask_graph(graph, number, baseline, transform)
+        for number, calls in enumerate(captured):
+            asked, of_graph = _ask_graph(calls, number, baseline, transform)
             if asked != ASKED:
                 unasked.append(asked.removeprefix("not asked: "))
                 continue
@@ -117,21 +132,33 @@ def ask_graphs(baseline: Baseline, transform: Transform) -> GraphwiseAnswer:
     return GraphwiseAnswer(answers=answers, count=count, unasked=tuple(unasked))
 
 
-def _ask_graph(graph: CapturedGraph, number: int, baseline: Baseline, transform: Transform) -> tuple[str, Answers]:
+def _ask_graph(
+    calls: Sequence[CapturedGraph], number: int, baseline: Baseline, transform: Transform
+) -> tuple[str, Answers]:
     """Return the text `asked`, or why one graph was not asked, and its answers by stage and path.
 
-    The graph is a program of its own, with its recorded inputs; the stage `steps` is left out. If the check of it
-    raises a TorchDeltaError, that is the reason, without answers.
+    The graph is a program of its own, with the inputs of its recorded `calls`, of which each but the first is an
+    iteration. In place of the stage `steps` gradients are asked about. If the check of the graph raises a
+    TorchDeltaError, that is the reason, without answers.
     """
-    stages = tuple(stage for stage in baseline.plan.stages if stage != "steps") or ("forward",)
+    first, *others = calls
+    graph = under_autocast(first.graph, *first.autocast) if first.autocast is not None else first.graph
+    stages = ("forward",) if baseline.plan.stages == ("forward",) else ("forward", "gradients")
     whole = Baseline(
         program=Program(
             name=f"graph {number} of {baseline.program.name}",
-            call=graph.graph,
-            args=graph.inputs,
-            lifted_call=lift_graph(copy.deepcopy(graph.graph)),
+            call=graph,
+            args=first.inputs,
+            lifted_call=lift_graph(copy.deepcopy(graph)),
         ),
-        plan=replace(baseline.plan, stages=stages, iterations=1, further=(), loss=None, cotangent_dtypes=None),
+        plan=replace(
+            baseline.plan,
+            stages=stages,
+            iterations=1,
+            further=tuple((other.inputs, {}) for other in others),
+            loss=None,
+            cotangent_dtypes=None,
+        ),
         deterministic=baseline.deterministic,
         anomaly=baseline.anomaly,
     )
@@ -154,10 +181,27 @@ def _native_run(whole: Baseline, transform: Transform) -> CandidateRun | None:
     return replace(run, is_partly_eager=False) if run.failure is None else None
 
 
-def _first_calls(captured: list[CapturedGraph]) -> Iterator[CapturedGraph]:
-    """Yield the first recorded call of each graph that computes something."""
-    known: set[int] = set()
+def _calls_by_graph(captured: Sequence[CapturedGraph]) -> list[list[CapturedGraph]]:
+    """Return the recorded calls of each graph that computes something, without those of other sizes than the first.
+
+    A fault may show with the values of a later call alone. For other sizes a compiler makes another graph.
+    """
+    by_graph: dict[int, list[CapturedGraph]] = {}
     for each in captured:
-        if id(each.graph) not in known and form_of(each.graph):
-            known.add(id(each.graph))
-            yield each
+        if form_of(each.graph):
+            calls = by_graph.setdefault(id(each.graph), [])
+            if not calls or _layout_of(each) == _layout_of(calls[0]):
+                calls.append(each)
+    return list(by_graph.values())
+
+
+def _layout_of(call: CapturedGraph) -> list[Any]:
+    """Return all that a call of a graph depends on, but for the values of tensors: layouts, plain inputs, autocast."""
+
+    def layout(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        strides = value.stride() if tensors.has_own_buffer(value) else value.layout
+        return value.shape, strides, value.dtype, value.requires_grad
+
+    return [call.autocast, *map(layout, call.inputs)]

@@ -9,13 +9,13 @@ function in float64, as its distance from the reference shows, gets inconclusive
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from torchdelta._torch.modes.lift import BITS
-from torchdelta._torch.tensors import has_values
+from torchdelta._torch.tensors import has_own_buffer, has_values
 from torchdelta.check.baseline import Baseline
 from torchdelta.check.candidate import CandidateRun
 from torchdelta.check.decisions import reach_of_steps, settle_steps
@@ -181,21 +181,87 @@ def _rounding_of_constants(lifted: LiftedRun, baseline: Baseline) -> float:
 
     It is that of float32. If one side has state that the other lacks or starts with other values, it is that of the
     program's dtype if that is coarser: a fold has rounded tensors that it left out into the others. Attributes without
-    a tensor do not count.
+    a tensor do not count, nor does state under other names if each side's tensors are copies of the other's
+    (`_are_copies`).
     """
     reference, candidate = lifted.reference, lifted.candidate
     own = candidate.other_starts | (candidate.state_names ^ reference.state_names)
     # an attribute that is a text or a number is not rounded to the program's dtype
-    tensors = {
-        state_name(path)
+    states = {id(run): _state_tensors(run) for run in (reference, candidate)}
+    tensors = {state_name(path) for state in states.values() for path in state if is_state(path)}
+    if not any(not is_state(name) or name in tensors for name in own):
+        return KEPT_IN_FLOAT32
+    of_reference, of_candidate = (
+        [tensor for path, tensor in states[id(run)].items() if state_name(path) in own]
         for run in (reference, candidate)
+    )
+    if _are_copies(of_candidate, of_reference):
+        return KEPT_IN_FLOAT32
+    return max(KEPT_IN_FLOAT32, float(torch.finfo(baseline.drawn_in).eps))
+
+
+def _state_tensors(run: Observation) -> dict[str, torch.Tensor]:
+    """Return the parameters, buffers and tensors of unregistered state after a run's forward, by path."""
+    return {
+        path: leaf
         for stages in (run.stages, run.untouched)
-        for leaves in stages.values()
-        for path, leaf in leaves.items()
-        if is_state(path) and isinstance(leaf, torch.Tensor)
+        for path, leaf in stages.get("forward", {}).items()
+        if isinstance(leaf, torch.Tensor) and state_name(path) is not None and not path.endswith(".grad")
     }
-    has_own = any(not is_state(name) or name in tensors for name in own)
-    return max(KEPT_IN_FLOAT32, float(torch.finfo(baseline.drawn_in).eps)) if has_own else KEPT_IN_FLOAT32
+
+
+def _are_copies(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    """Tell whether the tensors are made of the others alone, and of all of them, so that no value was rounded anew.
+
+    Each is one of the others, transposed or not, or several in a row: such is the weight of a linear layer that does
+    the work of three. False for complex tensors and those without a plain buffer.
+    """
+    if not all(has_own_buffer(each) and not each.is_complex() for each in (*tensors, *others)):
+        return False
+    flipped = [each.t() if each.dim() == 2 else each for each in others]
+    used: list[torch.Tensor] = []
+    for tensor in tensors:
+        parts = _parts_of(tensor, others) or _parts_of(tensor, flipped)
+        if parts is None:
+            return False
+        used += [others[index] for index in parts]
+    # of equal ones, the first is used
+    return all(any(_is_copy(part, other) for part in used) for other in others)
+
+
+def _parts_of(tensor: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[int] | None:
+    """Return which parts make up a tensor, one after the other along its first dimension; None if none do."""
+    if tensor.dim() == 0:
+        return next(([index] for index, part in enumerate(parts) if _is_copy(part, tensor)), None)
+    found: list[int] = []
+    while len(tensor):
+        fitting = (index for index, part in enumerate(parts) if part.dim() and len(part) and _begins_with(tensor, part))
+        index = next(fitting, None)
+        if index is None:
+            return None
+        found.append(index)
+        tensor = tensor[len(parts[index]) :]
+    return found
+
+
+def _begins_with(tensor: torch.Tensor, part: torch.Tensor) -> bool:
+    """Tell whether a tensor begins, along its first dimension, with all values of another one."""
+    # most tensors differ in their first row
+    return all(_has_values_of(part[:size], tensor[:size]) for size in (1, len(part)))
+
+
+def _is_copy(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether two tensors have the same shape and values, in any dtype."""
+    if tensor is other or tensor.shape != other.shape:
+        return tensor is other
+    return _begins_with(tensor, other) if tensor.dim() else _has_values_of(tensor, other)
+
+
+def _has_values_of(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether two tensors have the same shape and values, in any dtype; all values are compared."""
+    if tensor.dtype != other.dtype:
+        tensor, other = tensor.double(), other.double()
+    return torch.equal(tensor, other)
 
 
 def _unwritten(stage: str, lifted: LiftedRun, baseline: Baseline) -> frozenset[str]:

@@ -63,12 +63,15 @@ Convert = Callable[[torch.dtype], torch.dtype]
 """Returns the dtype that a copy has in place of the original's."""
 
 
-def copy_together(values: Any, *, name: str, convert: Convert = lambda dtype: dtype) -> Any:
+def copy_together(
+    values: Any, *, name: str, convert: Convert = lambda dtype: dtype, keeps_compiled: bool = False
+) -> Any:
     """Return a copy of any value, which shares no state with it; `convert` may change the dtypes of its tensors.
 
     Objects that are shared within the original are shared within the copy, and so is memory of plain tensors of one
     dtype; tensors become autograd leaves. Python modules, classes, functions that reach no state, and captured values
-    without state are not copied. A captured value that cannot be copied stays shared if it reaches no tensor. `name` is
+    without state are not copied. A captured value that cannot be copied stays shared if it reaches no tensor. A module
+    that was compiled in place, by its method `compile`, is not compiled in the copy unless `keeps_compiled`. `name` is
     for error messages. Raise ProgramError if the value cannot be copied, or if copies would share tensors that require
     grad.
     """
@@ -89,7 +92,10 @@ def copy_together(values: Any, *, name: str, convert: Convert = lambda dtype: dt
             tensors.copy_hooks(tensor, memo[id(tensor)], lambda hook: copy.deepcopy(hook, memo))
         _copy_scripted(objects, memo, convert)
         _copy_bound_builtins(objects, memo)
-        return _rebind(copy.deepcopy(values, memo), memo, originals={id(value) for value in objects})
+        duplicate = copy.deepcopy(values, memo)
+        if keeps_compiled:
+            _copy_compiled_calls(objects, memo)
+        return _rebind(duplicate, memo, originals={id(value) for value in objects})
     except Exception as error:
         raise ProgramError(
             f"{name} cannot be copied ({type(error).__name__}: {error}), and a reference and a candidate that share "
@@ -345,6 +351,17 @@ def _copy_script_tensors(
             own.data = own.data.to(convert(tensor.dtype))
             memo[id(tensor)] = own.requires_grad_(tensor.requires_grad)
         setattr(duplicate, name, memo[id(tensor)])
+
+
+def _copy_compiled_calls(objects: list[Any], memo: dict[int, Any]) -> None:
+    """Compile the copies in the memo of modules that were compiled in place, as the originals are.
+
+    `deepcopy` leaves out what the method `compile` adds to a module, so that the copy would run eagerly.
+    """
+    for module in objects:
+        compiled = modules.compiled_call_of(module) if isinstance(module, torch.nn.Module) else None
+        if compiled is not None and (duplicate := memo.get(id(module), module)) is not module:
+            modules.set_compiled_call(duplicate, _copy_captured(compiled, memo))
 
 
 def _copy_bound_builtins(objects: list[Any], memo: dict[int, Any]) -> None:

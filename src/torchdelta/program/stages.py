@@ -38,6 +38,8 @@ from torchdelta.registry import Registry
 
 _ABSENT = Container("nothing")
 """Stands for state that a run has removed."""
+_LATER = "the results of a later call"
+"""Stands among the values that share memory with an output for what a later call or backward writes there."""
 
 OptimizerFactory = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 
@@ -193,6 +195,8 @@ class _Observer:
         """The side's unregistered state, and the plain values in its inputs, after the last call."""
         self.old_graphs: dict[int, Any] = {}
         """The autograd nodes of values that the side kept from earlier calls, by id."""
+        self.returned: dict[str, torch.Tensor] = {}
+        """The tensors that the last recorded call returned, by path: the caller may still read them."""
 
     def run(self) -> Observation:
         """Run all iterations of forward and gradients, then the optimizer steps, and return the observation.
@@ -258,7 +262,8 @@ class _Observer:
 
         Each call appends a hash of the generators' state after it to the observation's `random_states`, and sets
         `draws_random` if it drew random numbers. If it raises, SideFailed names the `stage`. Sets `old_graphs` before
-        the call, and after it `unregistered`, which also has the flags of the process that the call changed.
+        the call, and after it `unregistered`, which also has the flags of the process that the call changed. Notices
+        outputs of an earlier call that it has overwritten.
         """
         nodes = (tensor.grad_fn for tensor in self._kept_tensors().values())
         self.old_graphs = {id(node): node for node in nodes if node is not None}
@@ -274,7 +279,15 @@ class _Observer:
         # flags are state of the process, and the scope has put them back by now
         of_process = {f"process['{name}']": str(flag) for name, flag in changed.items()}
         self.unregistered = {**self._read_unregistered(), **of_process}
+        self._notice_overwritten()
         return outputs
+
+    def _notice_overwritten(self) -> None:
+        """Add `_LATER` to the aliases of each output of the last recorded call that is not what it was."""
+        leaves, aliases = self.observation.stages.get("forward", {}), self.observation.aliases
+        for path, tensor in self.returned.items():
+            if not tensors.has_same_bits(leaves[path], tensor):
+                aliases[path] = aliases.get(path, frozenset()) | {_LATER}
 
     def _read_unregistered(self) -> Leaves:
         """Return the side's unregistered state as it is now, and the plain values in its inputs, by path.
@@ -322,7 +335,7 @@ class _Observer:
         Inputs, parameters and buffers for which `keeps` returns False are left out; those that did not change are
         represented by the original's tensor. Plain inputs and unregistered state are recorded only if they changed.
         Without a `prefix`, which begins all paths, gradients that the call itself left are recorded too. Adds to
-        `aliases`, `state_names`, `written` and `untouched` of the observation.
+        `aliases`, `state_names`, `written` and `untouched` of the observation, and sets `returned`.
         """
         leaves = self._leaves("forward")
         for path, value in {**leaves_of(outputs, "outputs"), **_attributes_in({"outputs": outputs})}.items():
@@ -340,7 +353,11 @@ class _Observer:
         self.observation.state_names.update(registered_in(self.side.state))
         self._record_unregistered("forward", prefix, self.original_unregistered)
         kept = {path: leaf for path, leaf in self.unregistered.items() if isinstance(leaf, torch.Tensor)}
-        aliases = _aliases(_tensors_in({"outputs": outputs}), around, kept)
+        returned = _tensors_in({"outputs": outputs})
+        self.returned = {
+            prefix + path: tensor.detach() for path, tensor in returned.items() if tensors.has_own_buffer(tensor)
+        }
+        aliases = _aliases(returned, around, kept)
         self.observation.aliases.update({prefix + path: others for path, others in aliases.items()})
 
     def _record_unregistered(self, stage: str, prefix: str, before: Leaves) -> None:
@@ -416,6 +433,7 @@ class _Observer:
         if self.observation.is_differentiable:
             with self._stage(stage):
                 torch.autograd.backward(list(roots.values()), cotangents)
+            self._notice_overwritten()
 
     def _cotangent(self, root: torch.Tensor, path: str) -> torch.Tensor:
         """Return the random cotangent of a root, exact in the dtype that the plan has for its path.

@@ -19,7 +19,7 @@ from torchdelta._torch.compile.dynamo import compiles_itself
 from torchdelta._torch.compile.seams import Seam, hand_on
 from torchdelta._torch.modes.lift import widened
 from torchdelta.errors import ProgramError, UsageError
-from torchdelta.program.copies import copy_together
+from torchdelta.program.copies import copy_together, everything_in
 from torchdelta.program.programs import load_callable, require_module
 from torchdelta.program.sides import Side
 from torchdelta.transforms.base import Options, Traits, Transform, TransformedSide, require_known
@@ -47,7 +47,9 @@ class Replacement(Transform):
         If `lifted`, the copy's tensors are in float64; TypeError if torch.compile made the candidate. ProgramError if
         the candidate cannot be copied. `draws_random` and `seam` are not used.
         """
-        call = _copy_lifted(self.call) if lifted else copy_together(self.call, name="the candidate")
+        call = (
+            _copy_lifted(self.call) if lifted else copy_together(self.call, name="the candidate", keeps_compiled=True)
+        )
         yield TransformedSide.counting_calls(_side_of(call, side, start=self.call))
 
 
@@ -58,8 +60,11 @@ def _side_of(call: Callable[..., Any], side: Side, *, start: Callable[..., Any])
 
 
 def _copy_lifted(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a copy of the callable with its tensors in float64; TypeError if torch.compile made it."""
-    if compiles_itself(call):
+    """Return a copy of the callable with its tensors in float64.
+
+    TypeError if torch.compile made it, or anything that it uses.
+    """
+    if any(callable(part) and compiles_itself(part) for part in everything_in(call)):
         raise TypeError("the candidate was compiled before, and in float64 it would run uncompiled")
     return cast(Callable[..., Any], copy_together(call, name="the candidate", convert=widened))
 
@@ -132,7 +137,7 @@ class OtherModule(Transform):
             own = _side_of(_copy_lifted(module), side, start=module)
         else:
             try:
-                own = _side_of(copy_together(module, name=self.factory_name), side, start=module)
+                own = _side_of(copy_together(module, name=self.factory_name, keeps_compiled=True), side, start=module)
             except (
                 ProgramError
             ):  # it was built for this side alone, so it can run itself, with the program as its start

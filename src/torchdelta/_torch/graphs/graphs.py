@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.graph import CodeGen, _PyTreeCodeGen
@@ -252,6 +253,21 @@ def copy_graph(graph_module: GraphModule) -> GraphModule:
     """Return a deep copy of a graph, made outside of AOTAutograd's modes, in which new tensors would be fake."""
     with outside_modes():
         return copy.deepcopy(graph_module)
+
+
+def under_autocast(graph_module: GraphModule, device: str, dtype: str) -> GraphModule:
+    """Return a copy of a graph that enters autocast of this device and dtype before its first operation, and leaves it.
+
+    The dtype is named as in "bfloat16".
+    """
+    duplicate = copy_graph(graph_module)
+    first = next(node for node in duplicate.graph.nodes if node.op != "placeholder")
+    with duplicate.graph.inserting_before(first):
+        entered = duplicate.graph.call_function(_enter_autocast, (device, getattr(torch, dtype), True, None))
+    with duplicate.graph.inserting_before(duplicate.graph.output_node()):
+        duplicate.graph.call_function(_exit_autocast, (entered,))
+    duplicate.recompile()
+    return duplicate
 
 
 @contextmanager

@@ -19,7 +19,15 @@ from torchdelta._torch.modes.lift import is_computing_factory, is_narrow, widene
 _METHODS = {"float": "double", "half": "double", "bfloat16": "double", "cfloat": "cdouble", "chalf": "cdouble"}
 
 
-_AUTOCAST = ("enter_autocast", "exit_autocast")
+_AUTOCAST = frozenset(
+    {
+        "autocast_decrement_nesting", "autocast_increment_nesting", "clear_autocast_cache", "enter_autocast",
+        "exit_autocast", "is_autocast_available", "set_autocast_cache_enabled", "set_autocast_dtype",
+        "set_autocast_enabled",
+    }
+)  # fmt: skip
+"""Functions of autocast; dynamo makes the lower ones of the others if it captures a graph again."""
+_LEFT_OUT = _AUTOCAST.union(CASTS)
 _CONSTANTS = frozenset({"arange", "as_tensor", "full", "range", "scalar_tensor", "tensor"})
 """Functions that make a tensor of the numbers that they are given, in the dtype that they are told."""
 _MOST_CONSTANT = 2**14
@@ -93,7 +101,11 @@ def form_of(graph_module: GraphModule) -> tuple[str, ...]:
     form = []
     for module in graph_module.modules():
         for node in module.graph.nodes if isinstance(module, GraphModule) else ():
-            if node.op in ("call_function", "call_method") and _plain_name(node) not in (*CASTS, *_AUTOCAST):
+            if (
+                node.op in ("call_function", "call_method")
+                and _plain_name(node) not in CASTS
+                and _plain_name(node) not in _AUTOCAST
+            ):
                 form.append(node.meta.get(_FORM) or _shown(node))
     return tuple(form)
 
@@ -131,6 +143,9 @@ def _lift_node(node: Node) -> None:
     if node.target is torch.amp.autocast_mode._enter_autocast:
         device, dtype, _, cache = node.args
         node.args = (device, dtype, False, cache)
+        return
+    if node.target is torch.set_autocast_enabled:
+        node.args = (*node.args[:-1], False)
         return
     sources = [_value_of(source) for source in node.all_input_nodes]
     tensors = [value for value in sources if isinstance(value, torch.Tensor)]
