@@ -142,6 +142,28 @@ def test_a_dropped_residual_is_blamed_on_the_sum_and_not_on_its_reader():
     assert culprits(compared(reference, candidate, torch.randn(64))) == ["add"]
 
 
+@pytest.mark.parametrize("op", ["placeholder", "get_attr"])
+def test_a_node_that_reads_another_input_than_it_should_is_blamed_itself(op):
+    class Weighted(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = (torch.nn.Parameter(torch.randn(8)) for _ in range(2))
+
+        def forward(self, x, y, z):
+            pair = (y, z) if op == "placeholder" else (self.first, self.second)
+            return torch.tanh(x * pair[0]) + pair[1]
+
+    module = traced(Weighted())
+    wrong = copy.deepcopy(module)
+    mul, add = (next(node for node in wrong.graph.nodes if node.name == name) for name in ("mul", "add"))
+    mul.args = (mul.args[0], add.args[1])
+    wrong.recompile()
+    inputs = torch.randn(8), torch.randn(8), torch.randn(8)
+
+    assert culprits(compared(module, wrong, *inputs)) == ["mul"]
+    assert culprits(compared(module, copy.deepcopy(module), *inputs)) == []
+
+
 def test_swapped_operands_are_blamed_on_who_reads_them():
     def product(x, y):
         return torch.matmul(torch.sin(x), torch.cos(y))
