@@ -142,6 +142,34 @@ def test_a_dropped_residual_is_blamed_on_the_sum_and_not_on_its_reader():
     assert culprits(compared(reference, candidate, torch.randn(64))) == ["add"]
 
 
+@pytest.mark.parametrize(("factor", "is_wrong"), [(0.37, False), (0.39, True)])
+def test_work_that_is_moved_behind_a_dropout_sees_the_same_random_numbers(factor, is_wrong):
+    def reference(x):
+        return torch.tanh(torch.nn.functional.dropout(x * 0.37, 0.5, True)) + 1.0
+
+    def candidate(x):
+        return torch.tanh(torch.nn.functional.dropout(x, 0.5, True) * factor) + 1.0
+
+    found = compared(traced(reference), symbolic_trace(candidate), torch.randn(256))
+    blamed = {judged.culprit.name for judged in found.judgements if judged.culprit and not judged.is_moved}
+
+    assert ("mul" in blamed, "tanh" in blamed, "add" in blamed) == (is_wrong, False, False)
+
+
+@pytest.mark.parametrize("highest", [1.0, 1.1])
+def test_two_random_operations_in_one_region_draw_one_after_the_other(highest):
+    def reference(x):
+        return torch.tanh(torch.sigmoid(x * torch.rand_like(x)) * torch.rand_like(x))
+
+    def candidate(x):
+        first = torch.special.expit(torch.multiply(x, torch.empty_like(x).uniform_()))
+        return torch.tanh(torch.multiply(first, torch.empty_like(x).uniform_(0.0, highest)))
+
+    found = compared(traced(reference), symbolic_trace(candidate), torch.randn(256))
+
+    assert bool(culprits(found)) is (highest != 1.0)
+
+
 @pytest.mark.parametrize("op", ["placeholder", "get_attr"])
 def test_a_node_that_reads_another_input_than_it_should_is_blamed_itself(op):
     class Weighted(torch.nn.Module):

@@ -18,6 +18,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import itemgetter
@@ -181,11 +182,11 @@ class Lockstep:
         node without a partner, run on the reference's values, is kept in `theirs.computed` for its readers.
         """
         partner = self.partners.get(node)
-        # a node inside a region draws the random numbers that the node at the end of the region draws
-        end = partner if partner is not None else self._region_ends.get(node)
+        end = node if partner is not None else self._region_ends.get(node)
         if end is not None:
-            ours.advance_to(end)
-        draws = ours.draws.get(end) if end is not None else None
+            ours.advance_to(self.partners[end])
+        pair = self.pairs.get(end) if end is not None else None
+        draws = self._draws_of(node, pair, ours, theirs) if pair is not None else None
         has_identical_inputs = all(
             source in identical and self._is_unwritten(source, node, ours, theirs) for source in node.all_input_nodes
         )
@@ -210,7 +211,7 @@ class Lockstep:
         reference = ours.computed[partner]
         is_same = is_identical(reference, own)
         identical |= {node} if is_same else set()
-        pair = self.pairs[node]
+        assert pair is not None
         if after or any(True for _ in tensors_of((reference, local))):
             inherited = () if is_same else inherited_from(partner.name, reference, own)
             yield self._judge(pair, reference, local, after, inherited, ours)
@@ -222,8 +223,23 @@ class Lockstep:
 
     @cached_property
     def _region_ends(self) -> dict[Node, Node]:
-        """For an unmatched node of the candidate in a region: the reference's node at the end of that region."""
-        return {node: pair.reference.result for pair in self.pairs.values() for node in pair.candidate.nodes[:-1]}
+        """For an unmatched node of the candidate in a region: the node at the end of that region."""
+        return {node: end for end, pair in self.pairs.items() for node in pair.candidate.nodes[:-1]}
+
+    def _draws_of(
+        self, node: Node, pair: RegionPair, ours: GraphRun, theirs: GraphRun
+    ) -> runtime.GeneratorStates | None:
+        """Return the state of the random generators for a node of the candidate's region; None for the present one.
+
+        The first node of the region that draws gets the state of the first that draws in the reference's, and so on.
+        But the last node gets that of the reference's last node, if that draws.
+        """
+        last = pair.reference.result
+        if node is pair.candidate.result and last in ours.draws:
+            return ours.draws[last]
+        states = [ours.draws[each] for each in pair.reference.nodes if each in ours.draws]
+        drawn_count = sum(each in theirs.draws for each in pair.candidate.nodes)
+        return states[min(drawn_count, len(states) - 1)] if states else None
 
     @cached_property
     def _final_writes(self) -> FinalWrites:
@@ -578,14 +594,11 @@ class GraphRun:
             args, kwargs = map_arg((node.args, node.kwargs), self.current.__getitem__)
             if writes_to(node):
                 self._copy_before_write(node)
-            before = runtime.generator_states()
-            if drawing_from is None:
+            before = drawing_from or runtime.generator_states()
+            with runtime.drawing_from(drawing_from) if drawing_from is not None else nullcontext():
                 value = call_node(self.interpreter, node, args, kwargs)
-            else:
-                with runtime.drawing_from(drawing_from):
-                    value = call_node(self.interpreter, node, args, kwargs)
-            if runtime.has_drawn_since(before):
-                self.draws[node] = before
+                if runtime.has_drawn_since(before):
+                    self.draws[node] = before
             if node in self.before_write:
                 self._record_write(node)
         if self.state is not None and node.op in ("placeholder", "get_attr") and isinstance(value, torch.Tensor):
