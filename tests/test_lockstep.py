@@ -430,6 +430,15 @@ def with_argument(graph_module, target, place, value):
     return changed
 
 
+def assigning(compute):
+    """Return a graph that computes a value with `compute`, sets an item of it, and returns the cosine."""
+    graph = Graph()
+    inner = compute(graph, graph.placeholder("x"))
+    graph.call_function(operator.setitem, (inner, 0, 5.0))
+    graph.output(graph.call_function(torch.cos, (inner,)))
+    return graph
+
+
 class TestWrittenValues:
     def test_a_write_to_an_input_that_is_left_out_is_named(self):
         def writing(x):
@@ -530,6 +539,25 @@ class TestWrittenValues:
 
         assert culprits(compared(module, candidate, torch.randn(8))) == ["setitem"]
         assert culprits(compared(module, copy.deepcopy(module), torch.randn(8))) == []
+
+    def test_an_item_that_is_not_set_is_named(self):
+        module = GraphModule(torch.nn.Module(), assigning(lambda graph, x: graph.call_function(torch.sin, (x,))))
+        td.assign_handles(module)
+
+        assert culprits(compared(module, without(module, "setitem"), torch.randn(8))) == ["setitem"]
+
+    @pytest.mark.parametrize(
+        ("last", "factor", "wrong"), [(torch.cos, 1.0, []), (torch.tan, 1.0, ["cos"]), (torch.cos, 1.1, ["mul"])]
+    )
+    def test_a_value_whose_items_are_set_may_be_computed_in_another_way(self, last, factor, wrong):
+        graphs = (
+            assigning(lambda graph, x: graph.call_function(torch.mul, (x, 2.0))),
+            assigning(lambda graph, x: graph.call_function(torch.add, (x, x), {"alpha": factor})),
+        )
+        reference, other = (GraphModule(torch.nn.Module(), graph) for graph in graphs)
+        found = compared(reference, spoiled(other, "cos", last), torch.randn(4, 16), mapping={"cos": "cos"})
+
+        assert culprits(found) == wrong
 
     def test_a_buffer_that_is_not_counted_up_is_named(self):
         module = exported_with_handles(Counting(), torch.randn(4))
