@@ -192,6 +192,20 @@ def test_a_node_that_reads_another_input_than_it_should_is_blamed_itself(op):
     assert culprits(compared(module, copy.deepcopy(module), *inputs)) == []
 
 
+@pytest.mark.parametrize(("inserted", "stage"), [(lambda w: w * 1.1, "forward"), (lambda w: w.detach(), "gradients")])
+def test_a_wrong_operation_behind_an_input_is_blamed_on_the_reader_of_it(inserted, stage):
+    def reference(x, w):
+        return torch.tanh(torch.sin(x) * w)
+
+    def candidate(x, w):
+        return torch.tanh(torch.sin(x) * inserted(w))
+
+    inputs = torch.randn(16), torch.randn(16, requires_grad=True)
+    found = td.locate(traced(reference), inputs, candidate=symbolic_trace(candidate))
+
+    assert [(culprit.node, culprit.stage) for culprit in found.culprits] == [("mul", stage)]
+
+
 def test_swapped_operands_are_blamed_on_who_reads_them():
     def product(x, y):
         return torch.matmul(torch.sin(x), torch.cos(y))
