@@ -1,6 +1,7 @@
 """Two graphs side by side: what is wrong by itself is told from what was given wrong already."""
 
 import copy
+import math
 import operator
 
 import pytest
@@ -190,6 +191,21 @@ def test_a_node_that_reads_another_input_than_it_should_is_blamed_itself(op):
 
     assert culprits(compared(module, wrong, *inputs)) == ["mul"]
     assert culprits(compared(module, copy.deepcopy(module), *inputs)) == []
+
+
+@pytest.mark.parametrize(("offset", "wrong"), [(0.0, []), (0.01, ["cos"])])
+def test_a_fault_in_front_of_an_output_that_is_computed_in_another_way_is_named(offset, wrong):
+    def reference(x, y):
+        first, second = torch.sin(x), torch.cos(y)
+        return (first + second) * (first - second)
+
+    def candidate(x, y):
+        first, second = torch.sin(x), torch.sub(torch.sin(y + math.pi / 2), offset)
+        return torch.subtract(torch.square(first), torch.square(second))
+
+    found = td.locate(traced(reference), (torch.randn(64), torch.randn(64)), candidate=symbolic_trace(candidate))
+
+    assert [culprit.node for culprit in found.culprits] == wrong
 
 
 @pytest.mark.parametrize(("inserted", "stage"), [(lambda w: w * 1.1, "forward"), (lambda w: w.detach(), "gradients")])

@@ -81,12 +81,18 @@ class Lockstep:
         """The reference's node for each matched node of the candidate (`aligned`), without those in `excluded`.
 
         An excluded node that both graphs return at the same place is matched with the reference's there, because no
-        work can be moved behind an output.
+        work can be moved behind an output. So are two nodes there that the alignment does not match with any.
         """
         matched = {node: partner for node, partner in self.aligned.items() if node not in self.excluded}
+        known = set(self.aligned.values())
         returned = (_returned_values(side.graph.output_node()) for side in (self.candidate, self.reference))
-        outputs = {node: partner for node, partner in zip(*returned, strict=False) if node in self.excluded}
-        return {**matched, **{node: partner for node, partner in outputs.items() if isinstance(partner, Node)}}
+        outputs = {
+            node: partner
+            for node, partner in zip(*returned, strict=False)
+            if isinstance(node, Node) and isinstance(partner, Node)
+            if node in self.excluded or (node not in self.aligned and partner not in known)
+        }
+        return {**matched, **outputs}
 
     @cached_property
     def aligned(self) -> dict[Node, Node]:
