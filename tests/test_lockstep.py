@@ -589,6 +589,23 @@ class TestWrittenValues:
 
         assert culprits(found) == wrong
 
+    @pytest.mark.parametrize(("size", "wrong"), [(8, []), (9, ["empty_like"])])
+    def test_memory_that_was_never_set_may_differ_but_not_its_shape(self, size, wrong):
+        numbers = iter(range(1000))
+
+        def empty_like(x, size):
+            return torch.full((size,), float(next(numbers)))  # as real memory has other elements now and then
+
+        graph = Graph()
+        x = graph.placeholder("x")
+        memory = graph.call_function(empty_like, (x, 8))
+        graph.call_function(operator.setitem, (memory, slice(0, 8), x))
+        graph.output(graph.call_function(torch.cos, (graph.call_function(operator.getitem, (memory, slice(0, 8))),)))
+        module = GraphModule(torch.nn.Module(), graph)
+        td.assign_handles(module)
+
+        assert culprits(compared(module, with_argument(module, empty_like, 1, size), torch.randn(8)))[:1] == wrong
+
     def test_a_buffer_that_is_not_counted_up_is_named(self):
         module = exported_with_handles(Counting(), torch.randn(4))
 

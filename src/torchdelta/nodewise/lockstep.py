@@ -29,7 +29,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
 from torchdelta._torch.graphs.handles import handles_of
-from torchdelta._torch.graphs.nodes import may_write, returns_what_it_writes, writes_to
+from torchdelta._torch.graphs.nodes import is_unset, may_write, returns_what_it_writes, writes_to
 from torchdelta._torch.process import runtime
 from torchdelta.nodewise.local import LocalJudge, NodeJudgement, inherited_from
 from torchdelta.nodewise.matching import Alignment
@@ -183,9 +183,10 @@ class Lockstep:
         """Run one node of the candidate; yield its judgement if it has a partner, and a tensor or a write to judge.
 
         The reference runs up to the partner first. The node runs on the candidate's own values, and again on the
-        reference's if its inputs may differ from those. Inputs of the graph are not judged. `identical` has the
-        candidate's nodes whose own value is the reference's; the node is added if it is one of them. The value of a
-        node without a partner, run on the reference's values, is kept in `theirs.computed` for its readers.
+        reference's if its inputs may differ from those. Inputs of the graph are not judged, and of uninitialised memory
+        only shape and dtype. `identical` has the candidate's nodes whose own value is the reference's; the node is
+        added if it is one of them. The value of a node without a partner, run on the reference's values, is kept in
+        `theirs.computed` for its readers.
         """
         partner = self.partners.get(node)
         end = node if partner is not None else self._region_ends.get(node)
@@ -219,7 +220,9 @@ class Lockstep:
         identical |= {node} if is_same else set()
         assert pair is not None
         if after or any(True for _ in tensors_of((reference, local))):
-            inherited = () if is_same else inherited_from(partner.name, reference, own)
+            is_unset_memory = _is_same_memory(partner, reference, node, local)
+            local = reference if is_unset_memory else local
+            inherited = () if is_same or is_unset_memory else inherited_from(partner.name, reference, own)
             yield self._judge(pair, reference, local, after, inherited, ours)
         if not after:
             self._final_writes.keep_inputs(partner, ours)
@@ -400,6 +403,15 @@ class Lockstep:
                 local=comparisons,
                 culprit=expected_node if is_wrong(comparisons) else None,
             )
+
+
+def _is_same_memory(ours: Node, reference: Any, theirs: Node, candidate: Any) -> bool:
+    """Tell whether both nodes return uninitialised memory of one shape and dtype, so that the elements mean nothing."""
+    if not (is_unset(ours) and is_unset(theirs)):
+        return False
+    if not isinstance(reference, torch.Tensor) or not isinstance(candidate, torch.Tensor):
+        return False
+    return (reference.shape, reference.dtype) == (candidate.shape, candidate.dtype)
 
 
 def _is_parameter(value: Any) -> bool:
