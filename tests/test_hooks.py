@@ -318,6 +318,35 @@ def test_a_shared_module_is_judged_at_each_call_and_its_state_is_left_alone():
         assert torch.equal(one.call.norm.running_mean, torch.zeros(5))
 
 
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, x):
+        self.total += x.mean()
+        return x + self.total
+
+
+class CountsTwice(nn.Module):
+    def __init__(self, factor=1.0, activation=nn.Tanh):
+        super().__init__()
+        self.count, self.activation, self.factor = Counting(), activation(), factor
+
+    def forward(self, x):
+        return self.count(self.activation(self.count(x) * self.factor))
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_a_module_that_reads_state_of_its_earlier_calls_is_not_judged_and_not_blamed(gradients):
+    def names(**changes):
+        return named(found_in(CountsTwice(), CountsTwice(**changes), gradients=gradients))
+
+    assert names() == []
+    assert "count" not in names(factor=1.1)
+    assert names(activation=nn.Sigmoid) == ["activation"]
+
+
 def test_dropout_draws_the_same_on_both_sides_and_the_generator_is_as_before():
     reference = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
     before = torch.get_rng_state()

@@ -177,6 +177,26 @@ class TestBackends:
 
         assert [culprit.op for culprit in found.culprits] == ["silu"]
 
+    def test_a_node_that_cannot_run_on_values_of_another_dtype_is_noted_and_the_one_before_it_is_named(self):
+        def black_box(graph_module, inputs):
+            graph = graph_module.graph
+            for node in list(graph.nodes):
+                if getattr(node.target, "__name__", "") == "silu":
+                    with graph.inserting_after(node):
+                        narrow = graph.call_method("bfloat16", (node,))
+                    with graph.inserting_after(narrow):
+                        back = graph.call_method("to", (narrow, inputs[0].dtype))
+                    for user in [user for user in node.users if user is not narrow]:
+                        user.replace_input_with(node, back if user.target is torch._C._nn.linear else narrow)
+            graph_module.recompile()
+            return lambda *args: graph_module(*args)
+
+        model, inputs = gated()
+        found = td.locate(model, inputs, transform=Compiler(black_box, {}))
+
+        assert (found.verdict, [culprit.op for culprit in found.culprits]) == (td.Verdict.DIVERGED, ["silu"])
+        assert any("cannot run on the values that the candidate fed it" in note for note in found.notes)
+
     def test_a_black_box_whose_gradient_alone_is_wrong_is_found_by_gates(self):
         def black_box(graph_module, inputs):
             for node in list(graph_module.graph.nodes):

@@ -1,6 +1,7 @@
 """Two graphs side by side: what is wrong by itself is told from what was given wrong already."""
 
 import copy
+import math
 import operator
 
 import pytest
@@ -140,6 +141,85 @@ def test_a_dropped_residual_is_blamed_on_the_sum_and_not_on_its_reader():
     candidate.recompile()
 
     assert culprits(compared(reference, candidate, torch.randn(64))) == ["add"]
+
+
+@pytest.mark.parametrize(("factor", "is_wrong"), [(0.37, False), (0.39, True)])
+def test_work_that_is_moved_behind_a_dropout_sees_the_same_random_numbers(factor, is_wrong):
+    def reference(x):
+        return torch.tanh(torch.nn.functional.dropout(x * 0.37, 0.5, True)) + 1.0
+
+    def candidate(x):
+        return torch.tanh(torch.nn.functional.dropout(x, 0.5, True) * factor) + 1.0
+
+    found = compared(traced(reference), symbolic_trace(candidate), torch.randn(256))
+    blamed = {judged.culprit.name for judged in found.judgements if judged.culprit and not judged.is_moved}
+
+    assert ("mul" in blamed, "tanh" in blamed, "add" in blamed) == (is_wrong, False, False)
+
+
+@pytest.mark.parametrize("highest", [1.0, 1.1])
+def test_two_random_operations_in_one_region_draw_one_after_the_other(highest):
+    def reference(x):
+        return torch.tanh(torch.sigmoid(x * torch.rand_like(x)) * torch.rand_like(x))
+
+    def candidate(x):
+        first = torch.special.expit(torch.multiply(x, torch.empty_like(x).uniform_()))
+        return torch.tanh(torch.multiply(first, torch.empty_like(x).uniform_(0.0, highest)))
+
+    found = compared(traced(reference), symbolic_trace(candidate), torch.randn(256))
+
+    assert bool(culprits(found)) is (highest != 1.0)
+
+
+@pytest.mark.parametrize("op", ["placeholder", "get_attr"])
+def test_a_node_that_reads_another_input_than_it_should_is_blamed_itself(op):
+    class Weighted(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = (torch.nn.Parameter(torch.randn(8)) for _ in range(2))
+
+        def forward(self, x, y, z):
+            pair = (y, z) if op == "placeholder" else (self.first, self.second)
+            return torch.tanh(x * pair[0]) + pair[1]
+
+    module = traced(Weighted())
+    wrong = copy.deepcopy(module)
+    mul, add = (next(node for node in wrong.graph.nodes if node.name == name) for name in ("mul", "add"))
+    mul.args = (mul.args[0], add.args[1])
+    wrong.recompile()
+    inputs = torch.randn(8), torch.randn(8), torch.randn(8)
+
+    assert culprits(compared(module, wrong, *inputs)) == ["mul"]
+    assert culprits(compared(module, copy.deepcopy(module), *inputs)) == []
+
+
+@pytest.mark.parametrize(("offset", "wrong"), [(0.0, []), (0.01, ["cos"])])
+def test_a_fault_in_front_of_an_output_that_is_computed_in_another_way_is_named(offset, wrong):
+    def reference(x, y):
+        first, second = torch.sin(x), torch.cos(y)
+        return (first + second) * (first - second)
+
+    def candidate(x, y):
+        first, second = torch.sin(x), torch.sub(torch.sin(y + math.pi / 2), offset)
+        return torch.subtract(torch.square(first), torch.square(second))
+
+    found = td.locate(traced(reference), (torch.randn(64), torch.randn(64)), candidate=symbolic_trace(candidate))
+
+    assert [culprit.node for culprit in found.culprits] == wrong
+
+
+@pytest.mark.parametrize(("inserted", "stage"), [(lambda w: w * 1.1, "forward"), (lambda w: w.detach(), "gradients")])
+def test_a_wrong_operation_behind_an_input_is_blamed_on_the_reader_of_it(inserted, stage):
+    def reference(x, w):
+        return torch.tanh(torch.sin(x) * w)
+
+    def candidate(x, w):
+        return torch.tanh(torch.sin(x) * inserted(w))
+
+    inputs = torch.randn(16), torch.randn(16, requires_grad=True)
+    found = td.locate(traced(reference), inputs, candidate=symbolic_trace(candidate))
+
+    assert [(culprit.node, culprit.stage) for culprit in found.culprits] == [("mul", stage)]
 
 
 def test_swapped_operands_are_blamed_on_who_reads_them():
@@ -380,6 +460,15 @@ def with_argument(graph_module, target, place, value):
     return changed
 
 
+def assigning(compute):
+    """Return a graph that computes a value with `compute`, sets an item of it, and returns the cosine."""
+    graph = Graph()
+    inner = compute(graph, graph.placeholder("x"))
+    graph.call_function(operator.setitem, (inner, 0, 5.0))
+    graph.output(graph.call_function(torch.cos, (inner,)))
+    return graph
+
+
 class TestWrittenValues:
     def test_a_write_to_an_input_that_is_left_out_is_named(self):
         def writing(x):
@@ -480,6 +569,42 @@ class TestWrittenValues:
 
         assert culprits(compared(module, candidate, torch.randn(8))) == ["setitem"]
         assert culprits(compared(module, copy.deepcopy(module), torch.randn(8))) == []
+
+    def test_an_item_that_is_not_set_is_named(self):
+        module = GraphModule(torch.nn.Module(), assigning(lambda graph, x: graph.call_function(torch.sin, (x,))))
+        td.assign_handles(module)
+
+        assert culprits(compared(module, without(module, "setitem"), torch.randn(8))) == ["setitem"]
+
+    @pytest.mark.parametrize(
+        ("last", "factor", "wrong"), [(torch.cos, 1.0, []), (torch.tan, 1.0, ["cos"]), (torch.cos, 1.1, ["mul"])]
+    )
+    def test_a_value_whose_items_are_set_may_be_computed_in_another_way(self, last, factor, wrong):
+        graphs = (
+            assigning(lambda graph, x: graph.call_function(torch.mul, (x, 2.0))),
+            assigning(lambda graph, x: graph.call_function(torch.add, (x, x), {"alpha": factor})),
+        )
+        reference, other = (GraphModule(torch.nn.Module(), graph) for graph in graphs)
+        found = compared(reference, spoiled(other, "cos", last), torch.randn(4, 16), mapping={"cos": "cos"})
+
+        assert culprits(found) == wrong
+
+    @pytest.mark.parametrize(("size", "wrong"), [(8, []), (9, ["empty_like"])])
+    def test_memory_that_was_never_set_may_differ_but_not_its_shape(self, size, wrong):
+        numbers = iter(range(1000))
+
+        def empty_like(x, size):
+            return torch.full((size,), float(next(numbers)))  # as real memory has other elements now and then
+
+        graph = Graph()
+        x = graph.placeholder("x")
+        memory = graph.call_function(empty_like, (x, 8))
+        graph.call_function(operator.setitem, (memory, slice(0, 8), x))
+        graph.output(graph.call_function(torch.cos, (graph.call_function(operator.getitem, (memory, slice(0, 8))),)))
+        module = GraphModule(torch.nn.Module(), graph)
+        td.assign_handles(module)
+
+        assert culprits(compared(module, with_argument(module, empty_like, 1, size), torch.randn(8)))[:1] == wrong
 
     def test_a_buffer_that_is_not_counted_up_is_named(self):
         module = exported_with_handles(Counting(), torch.randn(4))

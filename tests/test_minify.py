@@ -668,6 +668,12 @@ class TestMinify:
         assert small.report.verdict is Verdict.DIVERGED
         assert small.reduction.is_minimal
 
+    def test_the_larger_graphs_of_a_reduction_are_not_minimal(self):
+        larger = list(minified(broken.stack, broken.relu_is_off).fallbacks())
+
+        assert larger
+        assert not any(each.reduction.is_minimal for each in larger)
+
     def test_an_exception(self):
         small = minified(broken.stack, broken.relu_raises)
 

@@ -16,6 +16,7 @@ from torch.fx.node import map_arg
 
 from torchdelta._torch.compile.seams import HandedGraph
 from torchdelta._torch.graphs import graphs
+from torchdelta._torch.graphs.nodes import is_unset
 from torchdelta._torch.process import runtime
 from torchdelta.nodewise.local import LocalJudge
 from torchdelta.nodewise.regions import Region, copy_tensors, run_node
@@ -57,8 +58,8 @@ class Decompositions:
     def _judged(self, graph: GraphModule, inputs: Sequence[Any], level: str) -> Iterator[TappedNode]:
         """Run the graph node by node on `inputs`, and yield the judgement of each node that `table` can decompose.
 
-        Nodes that draw random numbers are run, but not yielded. `total` grows by one for each node that is yielded,
-        also if it could not be judged. `level` is only copied into the judgements.
+        Nodes that draw random numbers or return uninitialised memory are run, but not yielded. `total` grows by one for
+        each node that is yielded, also if it could not be judged. `level` is only copied into the judgements.
         """
         interpreter = Interpreter(graph, garbage_collect_values=False)
         feed = iter(inputs)
@@ -69,7 +70,7 @@ class Decompositions:
             before = runtime.generator_states()
             values[node] = next(feed) if node.op == "placeholder" else run_node(interpreter, node, values)
             decomposition = self.table().get(node.target)
-            if decomposition is not None and not runtime.has_drawn_since(before):
+            if decomposition is not None and not is_unset(node) and not runtime.has_drawn_since(before):
                 self.total += 1
                 yield self._judged_node(
                     Region(graph, (node,), tuple(node.all_input_nodes)), decomposition, values, level

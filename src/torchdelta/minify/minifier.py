@@ -379,7 +379,8 @@ class Minifier:
             is_last = back >= len(self.history) - 1
             subject, answer = self.history[0 if is_last else -1 - back]
             earlier = self._minified(reducer, chosen, entry, subject, answer)
-            yield replace(earlier, notes=(*earlier.notes, NOT_SMALLEST), draft=None)
+            reduction = replace(earlier.reduction, is_minimal=False)
+            yield replace(earlier, reduction=reduction, notes=(*earlier.notes, NOT_SMALLEST), draft=None)
             back *= 2
         whole = self.whole_program()
         if whole is not None:

@@ -29,7 +29,15 @@ from torchdelta._torch.graphs.nodes import reads_memory, writes_to_first
 from torchdelta._torch.process import runtime
 from torchdelta.nodewise.local import LocalJudge
 from torchdelta.nodewise.regions import Region, copy_tensors, redirect_reads
-from torchdelta.nodewise.taps import FEW_NAMES, TappedNode, is_tappable, tap, unsteady_nodes, values_between
+from torchdelta.nodewise.taps import (
+    FEW_NAMES,
+    TappedNode,
+    cannot_run,
+    is_tappable,
+    tap,
+    unsteady_nodes,
+    values_between,
+)
 
 Edge = tuple[str, str]
 """The name of a node, and that of the node that reads it."""
@@ -102,8 +110,8 @@ class Gates:
         """Yield judgements of the leaves of one graph, and of its nodes that got a gradient and have a gated input.
 
         The last node comes first. Nodes and leaves with a reader that writes to its first argument, and nodes that read
-        a memory layout, are left out with a note. Nodes that write themselves, called modules, and `unsteady_nodes` are
-        left out without one.
+        a memory layout, are left out with a note. Nodes that write themselves, called modules, `unsteady_nodes`, and
+        nodes that read a node without a value (`values_between`) are left out without one.
         """
         with torch.no_grad():
             values = values_between(run.graph, run.inputs, run.tapped)
@@ -127,7 +135,8 @@ class Gates:
             elif node.op in ("call_function", "call_method") and not writes_to_first(node):
                 cotangents = {out: _cotangent_of(out, edge_gradients) for out in _output_nodes(node)}
                 sources = [source for source in node.all_input_nodes if (source.name, node.name) in run.zeros]
-                if sources and any(cotangent is not None for cotangent in cotangents.values()):
+                has_values = all(source in values for source in node.all_input_nodes)
+                if sources and has_values and any(cotangent is not None for cotangent in cotangents.values()):
                     yield self._judge_node(node, sources, cotangents, values, edge_gradients, run)
 
     def _judge_node(
@@ -143,8 +152,8 @@ class Gates:
 
         `sources` are its inputs that have a gate, and `cotangents` has the gradient that each of its outputs got, or
         None. `values` has the candidate's value of each node, and `edge_gradients` the gradient that it sent over each
-        edge. A missing gradient counts as zeros. The judgement of a node that draws random numbers has no comparisons
-        and `is_judged=False`.
+        edge. A missing gradient counts as zeros. The judgement of a node that draws random numbers, or that raises on
+        these values, has no comparisons and `is_judged=False`; the latter is noted.
         """
         inputs = {source: values[source] for source in node.all_input_nodes}
         inputs |= {out: cotangent for out, cotangent in cotangents.items() if cotangent is not None and out is not node}
@@ -178,7 +187,11 @@ class Gates:
             for source in sources
         }
         before = runtime.generator_states()
-        reference = eager_gradients(inputs)
+        try:
+            reference = eager_gradients(inputs)
+        except Exception as error:  # a candidate may have values of another dtype or shape than eager takes
+            self.notes.append(cannot_run(node.name, error))
+            return TappedNode(node=node, level="backward", local=(), region=(node,), is_judged=False)
         has_drawn = runtime.has_drawn_since(before)
         local = (
             () if has_drawn else self.judge.judge(f"{node.name}.grad", reference, candidate, eager_gradients, inputs)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import itemgetter
@@ -28,7 +29,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
 from torchdelta._torch.graphs.handles import handles_of
-from torchdelta._torch.graphs.nodes import may_write, returns_what_it_writes, writes_to
+from torchdelta._torch.graphs.nodes import is_unset, may_write, returns_what_it_writes, writes_to
 from torchdelta._torch.process import runtime
 from torchdelta.nodewise.local import LocalJudge, NodeJudgement, inherited_from
 from torchdelta.nodewise.matching import Alignment
@@ -80,12 +81,18 @@ class Lockstep:
         """The reference's node for each matched node of the candidate (`aligned`), without those in `excluded`.
 
         An excluded node that both graphs return at the same place is matched with the reference's there, because no
-        work can be moved behind an output.
+        work can be moved behind an output. So are two nodes there that the alignment does not match with any.
         """
         matched = {node: partner for node, partner in self.aligned.items() if node not in self.excluded}
+        known = set(self.aligned.values())
         returned = (_returned_values(side.graph.output_node()) for side in (self.candidate, self.reference))
-        outputs = {node: partner for node, partner in zip(*returned, strict=False) if node in self.excluded}
-        return {**matched, **{node: partner for node, partner in outputs.items() if isinstance(partner, Node)}}
+        outputs = {
+            node: partner
+            for node, partner in zip(*returned, strict=False)
+            if isinstance(node, Node) and isinstance(partner, Node)
+            if node in self.excluded or (node not in self.aligned and partner not in known)
+        }
+        return {**matched, **outputs}
 
     @cached_property
     def aligned(self) -> dict[Node, Node]:
@@ -176,16 +183,17 @@ class Lockstep:
         """Run one node of the candidate; yield its judgement if it has a partner, and a tensor or a write to judge.
 
         The reference runs up to the partner first. The node runs on the candidate's own values, and again on the
-        reference's if its inputs may differ from those. Inputs of the graph are not judged. `identical` has the
-        candidate's nodes whose own value is the reference's; the node is added if it is one of them. The value of a
-        node without a partner, run on the reference's values, is kept in `theirs.computed` for its readers.
+        reference's if its inputs may differ from those. Inputs of the graph are not judged, and of uninitialised memory
+        only shape and dtype. `identical` has the candidate's nodes whose own value is the reference's; the node is
+        added if it is one of them. The value of a node without a partner, run on the reference's values, is kept in
+        `theirs.computed` for its readers.
         """
         partner = self.partners.get(node)
-        # a node inside a region draws the random numbers that the node at the end of the region draws
-        end = partner if partner is not None else self._region_ends.get(node)
+        end = node if partner is not None else self._region_ends.get(node)
         if end is not None:
-            ours.advance_to(end)
-        draws = ours.draws.get(end) if end is not None else None
+            ours.advance_to(self.partners[end])
+        pair = self.pairs.get(end) if end is not None else None
+        draws = self._draws_of(node, pair, ours, theirs) if pair is not None else None
         has_identical_inputs = all(
             source in identical and self._is_unwritten(source, node, ours, theirs) for source in node.all_input_nodes
         )
@@ -210,9 +218,11 @@ class Lockstep:
         reference = ours.computed[partner]
         is_same = is_identical(reference, own)
         identical |= {node} if is_same else set()
-        pair = self.pairs[node]
+        assert pair is not None
         if after or any(True for _ in tensors_of((reference, local))):
-            inherited = () if is_same else inherited_from(partner.name, reference, own)
+            is_unset_memory = _is_same_memory(partner, reference, node, local)
+            local = reference if is_unset_memory else local
+            inherited = () if is_same or is_unset_memory else inherited_from(partner.name, reference, own)
             yield self._judge(pair, reference, local, after, inherited, ours)
         if not after:
             self._final_writes.keep_inputs(partner, ours)
@@ -222,8 +232,23 @@ class Lockstep:
 
     @cached_property
     def _region_ends(self) -> dict[Node, Node]:
-        """For an unmatched node of the candidate in a region: the reference's node at the end of that region."""
-        return {node: pair.reference.result for pair in self.pairs.values() for node in pair.candidate.nodes[:-1]}
+        """For an unmatched node of the candidate in a region: the node at the end of that region."""
+        return {node: end for end, pair in self.pairs.items() for node in pair.candidate.nodes[:-1]}
+
+    def _draws_of(
+        self, node: Node, pair: RegionPair, ours: GraphRun, theirs: GraphRun
+    ) -> runtime.GeneratorStates | None:
+        """Return the state of the random generators for a node of the candidate's region; None for the present one.
+
+        The first node of the region that draws gets the state of the first that draws in the reference's, and so on.
+        But the last node gets that of the reference's last node, if that draws.
+        """
+        last = pair.reference.result
+        if node is pair.candidate.result and last in ours.draws:
+            return ours.draws[last]
+        states = [ours.draws[each] for each in pair.reference.nodes if each in ours.draws]
+        drawn_count = sum(each in theirs.draws for each in pair.candidate.nodes)
+        return states[min(drawn_count, len(states) - 1)] if states else None
 
     @cached_property
     def _final_writes(self) -> FinalWrites:
@@ -378,6 +403,15 @@ class Lockstep:
                 local=comparisons,
                 culprit=expected_node if is_wrong(comparisons) else None,
             )
+
+
+def _is_same_memory(ours: Node, reference: Any, theirs: Node, candidate: Any) -> bool:
+    """Tell whether both nodes return uninitialised memory of one shape and dtype, so that the elements mean nothing."""
+    if not (is_unset(ours) and is_unset(theirs)):
+        return False
+    if not isinstance(reference, torch.Tensor) or not isinstance(candidate, torch.Tensor):
+        return False
+    return (reference.shape, reference.dtype) == (candidate.shape, candidate.dtype)
 
 
 def _is_parameter(value: Any) -> bool:
@@ -578,14 +612,11 @@ class GraphRun:
             args, kwargs = map_arg((node.args, node.kwargs), self.current.__getitem__)
             if writes_to(node):
                 self._copy_before_write(node)
-            before = runtime.generator_states()
-            if drawing_from is None:
+            before = drawing_from or runtime.generator_states()
+            with runtime.drawing_from(drawing_from) if drawing_from is not None else nullcontext():
                 value = call_node(self.interpreter, node, args, kwargs)
-            else:
-                with runtime.drawing_from(drawing_from):
-                    value = call_node(self.interpreter, node, args, kwargs)
-            if runtime.has_drawn_since(before):
-                self.draws[node] = before
+                if runtime.has_drawn_since(before):
+                    self.draws[node] = before
             if node in self.before_write:
                 self._record_write(node)
         if self.state is not None and node.op in ("placeholder", "get_attr") and isinstance(value, torch.Tensor):

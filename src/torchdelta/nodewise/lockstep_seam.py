@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -178,6 +178,7 @@ def compare_graphs(
         known = dict(zip(placeholders(reference), inputs, strict=False))
         candidate_inputs = [known.get(pairs[node]) if node in pairs else None for node in placeholders(candidate)]
     judgements = mark_moved_work(lockstep, tuple(lockstep.run(inputs, candidate_inputs)), rerun)
+    judgements = tuple(_with_reader(judgement, lockstep) for judgement in judgements)
     notes = [*_unpaired_inputs(reference, candidate, pairs), *lockstep.notes]
     if nested := [record.name for record in ours if is_nested(record)]:
         notes.append(
@@ -197,6 +198,19 @@ def compare_graphs(
         candidate={record.name: record for record in theirs},
         notes=tuple(notes),
     )
+
+
+def _with_reader(judgement: NodeJudgement, lockstep: Lockstep) -> NodeJudgement:
+    """Return the judgement of a node that the candidate put behind an input of the graph with its reader as culprit.
+
+    The reader is the partner of the first that has one. An input computes nothing, so it cannot be wrong itself. Return
+    the judgement unchanged if it has another culprit or none, or if no reader has a partner.
+    """
+    culprit, pair = judgement.culprit, lockstep.pairs.get(judgement.candidate)
+    if culprit is None or culprit.op != "placeholder" or pair is None or pair.reference.result is not culprit:
+        return judgement
+    readers = (lockstep.partners.get(user) for user in judgement.candidate.users)
+    return replace(judgement, culprit=next((reader for reader in readers if reader is not None), culprit))
 
 
 def _unpaired_inputs(reference: GraphModule, candidate: GraphModule, pairs: Mapping[Node, Node]) -> Iterator[str]:

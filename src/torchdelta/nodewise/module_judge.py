@@ -65,15 +65,17 @@ class ModuleJudge:
     ) -> ModuleJudgement:
         """Run the candidate's module on the reference's inputs; return its comparisons with the `recorded` result.
 
-        They are those of outputs, changed inputs and, if the runner takes them, gradients. The judgement has a reason
-        instead if the candidate's module raises, or if the reference's module, run again for gradients, raises or gives
-        other outputs. With `is_brief` one noisy run is taken, and both modules are not compared in float64.
+        They are those of outputs, changed inputs and, if the runner takes them, gradients. The reference's module is
+        run again for gradients, or if the outputs have other bits. The judgement has a reason instead if the
+        candidate's module raises, or if the reference's, run again, raises or gives other outputs. With `is_brief` one
+        noisy run is taken, and both modules are not compared in float64.
         """
         try:
             result = self.runner.run(candidate, inputs)
         except Exception as error:
             return ModuleJudgement(reason=raised(error))
-        if self.runner.gradients:
+        # a module that reads the state of its earlier calls differs from one that was not called before
+        if self.runner.gradients or not _are_same(recorded.outputs, result.outputs):
             try:
                 second = self.runner.run(reference, inputs)
             except Exception as error:  # such as a cache of fixed length that is full by now

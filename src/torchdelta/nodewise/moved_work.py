@@ -90,7 +90,7 @@ def _has_company(
     of the run `lockstep`.
     """
     others = {each.candidate for each in wrong.values()} | {each.reference for each in wrong.values()}
-    matched = {*first.partners, *first.partners.values()}
+    matched = {*first.aligned, *first.aligned.values()}
     own = {node, wrong[node].reference}
     for each in judgements:
         narrowing = lockstep.parts_of_regions.get(each.candidate)
@@ -163,7 +163,7 @@ def _joined(judgements: Sequence[NodeJudgement], lockstep: Lockstep) -> list[Nod
     """
     places = {node: place for place, node in enumerate(lockstep.reference.graph.nodes)}
     theirs = {node: place for place, node in enumerate(lockstep.candidate.graph.nodes)}
-    matched = set(lockstep.partners.values())
+    matched = set(lockstep.aligned.values())
     joined = list(judgements)
     wrong = [
         index

@@ -16,6 +16,7 @@ and small helpers for values that contain tensors.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,7 @@ from torchdelta._torch.graphs.nodes import (
     may_write,
     op_name,
     returns_what_it_writes,
+    setitem,
     writes_to,
     writes_to_first,
 )
@@ -219,13 +221,16 @@ def has_writers(module: GraphModule) -> bool:
 
 
 def copy_with_redirected_reads(module: GraphModule) -> GraphModule:
-    """Return a copy of the graph after `redirect_reads`, or the graph itself if no writer returns its input.
+    """Return a copy of the graph after `redirect_reads`, or the graph itself if it has nothing to redirect.
 
-    The copy has the same parameters, and buffers of its own.
+    The copy has the same parameters, and buffers of its own. Its item assignments return what they write to
+    (`nodes.setitem`), so that they are redirected too.
     """
-    if not any(returns_what_it_writes(node) for node in module.graph.nodes):
+    if not any(returns_what_it_writes(node) or node.target is operator.setitem for node in module.graph.nodes):
         return module
     redirected = graphs.copy_sharing_parameters(module)
+    for node in redirected.graph.find_nodes(op="call_function", target=operator.setitem):
+        node.target = setitem
     redirect_reads(redirected)
     return redirected
 

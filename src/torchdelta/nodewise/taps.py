@@ -145,8 +145,9 @@ class Taps:
     def _judge_node(self, region: Region, values: Mapping[Node, Any], level: str) -> TappedNode:
         """Run a region eagerly on the candidate's values; return the judgement of its last node against the result.
 
-        If the region draws random numbers, or reads memory that is not laid out as it was traced, a note is added and
-        the judgement has no comparisons and `is_judged=False`. `level` is only copied into the judgement.
+        If the region draws random numbers, reads memory that is not laid out as it was traced, or raises on these
+        values, a note is added and the judgement has no comparisons and `is_judged=False`. `level` is only copied into
+        the judgement.
         """
         inputs = {node: values[node] for node in region.reads}
         node = region.result
@@ -154,7 +155,11 @@ class Taps:
         if moved := [source for source in _sources_read_as_memory(region) if not _has_traced_layout(source, inputs)]:
             self.notes.append(f"{node.name} reads memory of {moved[0].name}, which a tap does not show: not judged")
             return TappedNode(node=node, level=level, local=(), region=region.nodes, is_judged=False)
-        reference = region.run(inputs)
+        try:
+            reference = region.run(inputs)
+        except Exception as error:  # a candidate may have values of another dtype or shape than eager takes
+            self.notes.append(cannot_run(node.name, error))
+            return TappedNode(node=node, level=level, local=(), region=region.nodes, is_judged=False)
         if runtime.has_drawn_since(before):  # eager draws other numbers than the candidate does
             self.notes.append(f"{node.name} draws random numbers: its readers were judged on them, it was not")
             return TappedNode(node=node, level=level, local=(), region=region.nodes, is_judged=False)
@@ -169,6 +174,12 @@ class Taps:
             floor=APPROXIMATE * torch.finfo(torch.float32).eps if is_bounded(node) else 0.0,
         )
         return TappedNode(node=node, level=level, local=comparisons, region=region.nodes)
+
+
+def cannot_run(name: str, error: Exception) -> str:
+    """Return the note about a node that raised `error` when it ran eagerly on the candidate's own values."""
+    first = f"{type(error).__name__}: {error}".splitlines()[0]
+    return f"{name} cannot run on the values that the candidate fed it, and was not judged: {first}"
 
 
 def tap(graph_module: GraphModule, names: Collection[str]) -> tuple[GraphModule, int]:
@@ -223,7 +234,7 @@ def _named_outputs(graph_module: GraphModule, returned: Sequence[Any]) -> dict[s
 def values_between(graph: GraphModule, inputs: Sequence[Any], tapped: Mapping[str, Any]) -> dict[Node, Any]:
     """Return the value of every node but the output, by node: that in `tapped`, by name, or one computed eagerly.
 
-    `inputs` are the values of the placeholders.
+    `inputs` are the values of the placeholders. `fill_values` says which nodes are left out.
     """
     values: dict[Node, Any] = {}
     for _ in fill_values(values, graph, inputs, tapped):
@@ -237,7 +248,8 @@ def fill_values(
     """Add the value of each node to `values`, in the order of the graph, and yield each node after its value is there.
 
     A placeholder has the next of `inputs`, and a node whose name is in `tapped` the candidate's own value from there;
-    other values are computed eagerly from those before. The output node is left out.
+    other values are computed eagerly from those before. The output node is left out. A node that raises on the
+    candidate's values, or that reads such a node, is left out too.
     """
     interpreter = Interpreter(graph, garbage_collect_values=False)
     feed = iter(inputs)
@@ -246,8 +258,15 @@ def fill_values(
             continue
         if node.op == "placeholder":
             values[node] = next(feed)
+        elif node.name in tapped:
+            values[node] = tapped[node.name]
+        elif all(source in values for source in node.all_input_nodes):
+            try:
+                values[node] = run_node(interpreter, node, values)
+            except Exception:  # a candidate may have values of another dtype or shape than eager takes
+                continue
         else:
-            values[node] = tapped[node.name] if node.name in tapped else run_node(interpreter, node, values)
+            continue
         yield node
 
 

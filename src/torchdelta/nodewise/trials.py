@@ -228,16 +228,17 @@ def _is_readers_work(
     """Tell whether the reader is to blame for reading the wrong node.
 
     `wrong` is the candidate's node that is read, and `right` the reference's node that should be. The reader is to
-    blame if the wrong node is the partner of the right one after it was overwritten, if the wrong node has a handle of
-    the last node of the reference's region, or if the right node is an input or attribute whose partner the candidate's
-    region reads too.
+    blame if the wrong node is the partner of the right one after it was overwritten, or if it has a handle of the last
+    node of the reference's region. If the right node is an input, the reader is to blame too. If it is an attribute,
+    the reader is, if the candidate's region reads the attribute's partner too, or if the wrong node has a partner.
     """
     if returns_what_it_writes(wrong) and isinstance(wrong.args[0], Node) and partners.get(wrong.args[0]) is right:
         return True
     if handles_of(wrong) & handles_of(reference.result):
         return True
-    is_altered = right in [partners.get(node) for node in candidate.reads]
-    return is_altered and right.op in ("placeholder", "get_attr")
+    if right.op == "get_attr":
+        return wrong in partners or right in [partners.get(node) for node in candidate.reads]
+    return right.op == "placeholder"  # an input computes nothing, so its work cannot be missing
 
 
 def is_wrong(comparisons: Sequence[Comparison]) -> bool:

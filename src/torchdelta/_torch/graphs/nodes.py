@@ -300,9 +300,12 @@ def returns_what_it_writes(node: Node) -> bool:
     """Tell whether a node seems to write to its first argument, which is a node, and to return that same tensor.
 
     An operator is judged by its schema. Writing methods and writing functions of torch count, and Python's operators
-    such as `+=` if the metadata of the first argument is a tensor. False for `x[index] = value`, modules, norms that
-    may update running statistics, functions with `out=`, and functions of the user's.
+    such as `+=` if the metadata of the first argument is a tensor. False for `x[index] = value`, unless it is the
+    `setitem` of this module, for modules, norms that may update running statistics, functions with `out=`, and
+    functions of the user's.
     """
+    if node.target is setitem:
+        return isinstance(node.args[0], Node)
     if not (node.args and isinstance(node.args[0], Node) and writes_to_first(node)) or is_item_assignment(node):
         return False
     if isinstance(node.target, OpOverload):
@@ -342,6 +345,12 @@ def is_wide_float(node: Node) -> bool:
     value = node.meta.get("val", node.meta.get("example_value"))
     values = value if isinstance(value, (tuple, list)) else (value,)
     return any(isinstance(each, torch.Tensor) and each.is_floating_point() and each.itemsize >= 4 for each in values)
+
+
+def setitem(container: Any, index: Any, value: Any) -> Any:
+    """Do `container[index] = value` and return the container, as `operator.setitem` does not."""
+    container[index] = value
+    return container
 
 
 def is_item_assignment(node: Node) -> bool:
