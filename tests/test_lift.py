@@ -26,7 +26,12 @@ def attention(x):
     return F.scaled_dot_product_attention(x, x, x).float() * 1.5
 
 
-PROGRAMS = [casts_inside, counts, attention]
+def numbers_beside_integers(x):
+    count = torch.arange(4)
+    return x * (count * 0.1 + (0.7 - count)) + (x > 0.0) * 0.3 + 1.1**count + torch.special.expit(count)
+
+
+PROGRAMS = [casts_inside, counts, attention, numbers_beside_integers]
 
 
 def exactly(function, x):
@@ -36,6 +41,9 @@ def exactly(function, x):
         return F.softmax(x * tenth, -1) + torch.arange(4.0, dtype=torch.float64)
     if function is counts:
         return x * torch.arange(4.0).double().exp() / (torch.arange(4.0).double() + 3).sqrt()
+    if function is numbers_beside_integers:
+        count = torch.arange(4.0, dtype=torch.float64)
+        return x * (count * 0.1 + (0.7 - count)) + (x > 0.0).double() * 0.3 + 1.1**count + count.sigmoid()
     return torch.softmax(x @ x.transpose(-1, -2) / 2.0, -1) @ x * 1.5
 
 
@@ -168,6 +176,21 @@ def test_numbers_that_a_narrow_constant_rounds_stay_rounded_in_a_rewritten_graph
     assert not any("bfloat16" in str((node.args, node.kwargs)) for node in lifted.graph.nodes)
     torch.testing.assert_close(lifted(x.double())[0], expected, rtol=1e-15, atol=0.0)
     assert form_of(lifted) == before
+
+
+@pytest.mark.parametrize(("slope", "verdict"), [(0.1, Verdict.EQUIVALENT), (0.1 + 1e-9, Verdict.DIVERGED)])
+def test_an_integer_times_a_number_is_the_same_function_under_a_compiler_unless_the_number_changes(slope, verdict):
+    def program(x):
+        return x + torch.arange(5) * 0.1
+
+    def set_slope(graph_module, _):
+        for node in graph_module.graph.nodes:
+            node.args = tuple(slope if arg == 0.1 else arg for arg in node.args)
+        return graph_module
+
+    report = td.check(program, (torch.randn(4, 5),), transform=set_slope, options={"unchanged": "ok"})
+
+    assert (report.verdict, report.questions.semantic) == (verdict, "asked")
 
 
 @pytest.mark.slow

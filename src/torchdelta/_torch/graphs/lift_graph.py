@@ -26,12 +26,17 @@ _MOST_CONSTANT = 2**14
 """A constant of more numbers is not written into the graph: its code would become too long."""
 _FORM = "form before it was lifted"
 """Where the metadata of a node keep its text in `form_of`."""
-# operations that return floats for integers if no dtype is named
+# operations that return floats for integers if no dtype is named: some always, others beside a number such as 0.1
 _ON_NUMBERS = frozenset(
     {
-        "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cos", "cosh", "deg2rad", "div", "erf", "exp",
-        "exp2", "expm1", "itruediv", "lgamma", "log", "log10", "log1p", "log2", "rad2deg", "reciprocal", "rsqrt",
-        "rtruediv", "sigmoid", "sin", "sinc", "sinh", "sqrt", "tan", "tanh", "truediv", "true_divide",
+        "acos", "acosh", "add", "angle", "arccos", "arccosh", "arcsin", "arcsinh", "arctan", "arctan2", "arctanh",
+        "asin", "asinh", "atan", "atan2", "atanh", "clamp", "clamp_max", "clamp_min", "clip", "copysign", "cos", "cosh",
+        "deg2rad", "digamma", "div", "divide", "entr", "erf", "erfc", "erfcx", "erfinv", "exp", "exp2", "expit",
+        "expm1", "floor_divide", "floordiv", "fmod", "gammaln", "i0", "i0e", "i1", "i1e", "iadd", "ifloordiv", "imod",
+        "imul", "ipow", "isub", "itruediv", "ldexp", "lgamma", "log", "log10", "log1p", "log2", "log_ndtr", "logit",
+        "mod", "mul", "multiply", "ndtr", "ndtri", "pow", "psi", "rad2deg", "radd", "rdiv", "reciprocal", "remainder",
+        "rfloordiv", "rmod", "rmul", "rpow", "rsqrt", "rsub", "rtruediv", "sigmoid", "sin", "sinc", "sinh", "softsign",
+        "sqrt", "sub", "subtract", "tan", "tanh", "tanhshrink", "true_divide", "truediv", "xlog1py", "xlogy", "zeta",
     }
 )  # fmt: skip
 
@@ -221,9 +226,12 @@ def _is_elementwise(node: Node) -> bool:
 
 
 def _plain_name(node: Node) -> str:
-    """Return the name of what a node calls without overload and outer underscores: `div` for `aten.div_.Tensor` too."""
+    """Return the name of what a node calls: `div` for `aten.div_.Tensor` too, and `expit` for `torch.special.expit`.
+
+    That is the name without overload, outer underscores and the prefix `special_`.
+    """
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return name.partition(".")[0].strip("_")
+    return name.partition(".")[0].strip("_").removeprefix("special_")
 
 
 def _names_dtype(node: Node) -> bool:
