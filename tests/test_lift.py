@@ -112,6 +112,41 @@ def test_what_has_no_float64_runs_natively_and_is_named():
     assert unlifted == {"aten::_weight_int8pack_mm", "a cast to float8_e4m3fn"}
 
 
+def test_numbers_that_are_drawn_into_a_tensor_are_those_of_the_program():
+    torch.manual_seed(0)
+    native = [torch.rand(3, out=torch.zeros(3)), torch.randn(2, out=torch.zeros(0)), torch.zeros(4).uniform_()]
+    given, empty, filled = torch.zeros(3), torch.zeros(0), torch.zeros(4)
+    torch.manual_seed(0)
+    with Lift(torch.float32):
+        given, empty, filled = given.double(), empty.double(), filled.double()
+        torch.rand(3, out=given), torch.randn(2, out=empty), filled.uniform_()
+
+    assert [each.tolist() for each in (given, empty, filled)] == [each.tolist() for each in native]
+
+
+@pytest.mark.parametrize(("scale", "verdict"), [(0.01, Verdict.EQUIVALENT), (0.0101, Verdict.DIVERGED)])
+def test_an_operator_that_takes_integers_alone_runs_natively_in_a_program_in_float64(scale, verdict):
+    with torch.library._scoped_library("torchdelta_lift", "FRAGMENT") as library:
+        library.define("dequantize(Tensor codes, float scale) -> Tensor")
+
+        def dequantize(codes, scale):
+            assert codes.dtype is torch.int8
+            return codes.float() * scale
+
+        library.impl("dequantize", dequantize, "CPU")
+        library.impl("dequantize", lambda codes, scale: codes.float(), "Meta")
+        codes = torch.arange(-50, 50, dtype=torch.int8).reshape(10, 10)
+
+        report = td.check(
+            lambda x: x @ torch.ops.torchdelta_lift.dequantize(codes, 0.01),
+            (torch.randn(4, 10),),
+            candidate=lambda x: x @ (codes.float() * scale),
+        )
+
+    assert report.verdict is verdict
+    assert report.questions.native == "asked"
+
+
 def test_an_error_that_has_nothing_to_do_with_float64_stays_what_it_is():
     with Lift(torch.float32), pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         torch.mm(torch.zeros(2, 3, dtype=torch.float64), torch.zeros(2, 3, dtype=torch.float64))
