@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from torchdelta._torch.graphs.nodes import CASTS
-from torchdelta._torch.modes.lift import is_computing_factory, is_narrow, widened
+from torchdelta._torch.modes.lift import is_computing_factory, is_drawing_factory, is_narrow, widened
 
 _METHODS = {"float": "double", "half": "double", "bfloat16": "double", "cfloat": "cdouble", "chalf": "cdouble"}
 
@@ -128,8 +128,9 @@ def _lift_node(node: Node) -> None:
     """Rewrite one node in place so that it does not round below float64; nodes may be inserted around it.
 
     A node that enters autocast gets it disabled. One without tensor inputs that makes a narrow tensor, by the graph's
-    metadata, is told the wide dtype if it computes its elements, as `linspace` does; if not, it makes its
-    `_rounded_constant` or, if it has none, its users read a cast of it. One that makes no narrow tensor is left alone.
+    metadata, is told the wide dtype if it computes or draws its elements, as `linspace` and `rand` do; if not, it makes
+    its `_rounded_constant` or, if it has none, its users read a cast of it. One that makes no narrow tensor is left
+    alone.
     A node with tensor inputs names wide dtypes in place of narrow ones. If it is `_is_elementwise` and turns integers
     into narrow floats without naming a dtype, its inputs are cast.
     """
@@ -142,7 +143,8 @@ def _lift_node(node: Node) -> None:
     output = _value_of(node)
     if not tensors:
         if isinstance(output, torch.Tensor) and is_narrow(output.dtype):
-            if is_computing_factory(_plain_name(node)):
+            name = _plain_name(node)
+            if is_computing_factory(name) or is_drawing_factory(name, node.args):
                 node.kwargs = {**node.kwargs, "dtype": widened(output.dtype)}
             # a constant keeps the program's rounding: 0.1 in float32 is the program's 0.1
             elif (constant := _rounded_constant(node, output)) is not None:

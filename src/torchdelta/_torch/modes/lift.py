@@ -160,9 +160,15 @@ class Lift(OperationMode):
     def _draw(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Draw random numbers by `func` in the program's dtype, and return them widened.
 
-        Float64 operands are cast to `drawn_in` first. An operation that draws in place, or into `out`, writes to that
-        operand, which is returned.
+        Float64 operands are cast to `drawn_in` first. If that is float64, lower dtypes that the call names are lifted,
+        and so is the default dtype, because a lifted graph draws so. An operation that draws in place, or into `out`,
+        writes to that operand, which is returned.
         """
+        if self.drawn_in not in _WIDE:
+            kwargs = {key: self._dtype(value) for key, value in kwargs.items()}
+            names_dtype = kwargs.get("dtype") is not None or "out" in kwargs
+            if is_drawing_factory(func._schema.name.partition("::")[2], args) and not names_dtype:
+                kwargs["dtype"] = widened(torch.get_default_dtype())
         narrow_args, narrow_kwargs = tree_map(self._narrow, (args, kwargs))
         drawn = func(*narrow_args, **narrow_kwargs)
         written = next(iter(args), None) if args and drawn is narrow_args[0] else kwargs.get("out")
@@ -184,6 +190,11 @@ def is_computing_factory(name: str) -> bool:
     These are linspace, logspace and the windows, by name.
     """
     return name in ("linspace", "logspace") or name.endswith("_window")
+
+
+def is_drawing_factory(name: str, args: tuple[Any, ...]) -> bool:
+    """Tell whether a function makes a tensor of random floats without reading one: `rand`, `randn`, some `normal`."""
+    return name in ("rand", "randn", "normal") and not any(isinstance(arg, torch.Tensor) for arg in args)
 
 
 def _as_float64(value: Any) -> Any:
