@@ -1,8 +1,8 @@
 """The base of all modes: it sees every operation that a program runs, inside of a branch or a loop too.
 
 A mode derives from `OperationMode` and implements `operate`, which runs one operation and returns its result. Torch
-calls it for each operation while the mode is active (`with mode: …`). A composite operation, such as `layer_norm`, comes
-as the operations that it consists of, in inference mode too.
+calls it for each operation while the mode is active (`with mode: …`). A composite operation, such as `layer_norm`,
+comes as the operations that it consists of, in inference mode too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _BACKENDS = ("CPU", "CUDA", "MPS", "XPU", "HPU", "XLA", "MTIA", "PrivateUse1")
 @functools.cache
 def _is_composite(func: OpOverload) -> bool:
     """Tell whether an operation consists of others, and has no kernel of its own for any device."""
-    has_kernel = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, func.name())
+    has_kernel = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, func._name)
     return has_kernel("CompositeImplicitAutograd") and not any(map(has_kernel, _BACKENDS))
 
 
@@ -54,7 +54,7 @@ _WHILE = torch.ops.higher_order.while_loop
 
 
 class OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Passes each operation to `operate`; composite ones and the graphs of `cond` and `while_loop` run under the mode."""
+    """Passes each operation to `operate`; the parts of composite ones, of `cond` and of `while_loop` come by themselves."""
 
     supports_higher_order_operators = True
 

@@ -157,7 +157,7 @@ class Lift(OperationMode):
         bits: torch.Tensor = _widen(func(self._narrow(tensor), dtype))
         return bits
 
-    def _draw(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Draw random numbers by `func` in the program's dtype, and return them widened.
 
         Float64 operands are cast to `drawn_in` first. If that is float64, lower dtypes that the call names are lifted,
