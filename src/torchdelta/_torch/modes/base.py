@@ -54,7 +54,7 @@ _WHILE = torch.ops.higher_order.while_loop
 
 
 class OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Passes each operation to `operate`; the parts of composite ones, of `cond` and of `while_loop` come by themselves."""
+    """Passes each operation to `operate`; of composite ones, `cond` and `while_loop` it passes the parts."""
 
     supports_higher_order_operators = True
 
