@@ -180,6 +180,25 @@ def test_it_does_not_matter_how_the_same_random_numbers_are_asked_for(factor, ve
     assert (report.verdict, report.questions.semantic) == (verdict, "asked")
 
 
+class Casts(nn.Module):
+    def forward(self, x):
+        return (x.to(torch.bfloat16) * 0.3).float().exp()
+
+
+@pytest.mark.parametrize(("scale", "verdict"), [(0.3, EQUIVALENT), (0.3 + 1e-6, DIVERGED)])
+def test_float64_is_asked_about_an_exported_program_that_asserts_its_dtypes(scale, verdict):
+    def set_scale(graph_module, _):
+        for node in graph_module.graph.nodes:
+            node.args = tuple(scale if arg == 0.3 else arg for arg in node.args)
+        return graph_module
+
+    torch.manual_seed(0)
+    program = torch.export.export(Casts(), (torch.randn(64),)).module()
+    report = td.check(program, (torch.randn(64),), transform=set_scale, options={"unchanged": "ok"})
+
+    assert (report.verdict, report.questions.semantic) == (verdict, "asked")
+
+
 def test_steps_are_asked_about_too():
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)), torch.randn(4, 8)

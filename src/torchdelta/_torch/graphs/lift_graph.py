@@ -20,6 +20,8 @@ _METHODS = {"float": "double", "half": "double", "bfloat16": "double", "cfloat":
 
 
 _AUTOCAST = ("enter_autocast", "exit_autocast")
+_WITHOUT_FORM = frozenset({*CASTS, *_AUTOCAST, "assert_tensor_metadata"})
+"""Calls that a program may have natively alone: they are about dtypes."""
 _CONSTANTS = frozenset({"arange", "as_tensor", "full", "range", "scalar_tensor", "tensor"})
 """Functions that make a tensor of the numbers that they are given, in the dtype that they are told."""
 _MOST_CONSTANT = 2**14
@@ -91,14 +93,14 @@ def form_of(graph_module: GraphModule) -> tuple[str, ...]:
     """Return the calls of functions and methods in a graph as texts, in order, such as `div(2, 'floor')`.
 
     Of the arguments only numbers, booleans and texts are shown (`_plain_arguments`). Graphs inside of the graph are
-    included. Casts, dtypes, autocast and calls of modules are left out. A program that is captured natively and in
-    float64 has one form, unless it branches on its dtype or computes with numbers that depend on it, such as
-    `torch.finfo(x.dtype).eps`.
+    included. Casts, dtypes, assertions about them, autocast and calls of modules are left out. A program that is
+    captured natively and in float64 has one form, unless it branches on its dtype or computes with numbers that depend
+    on it, such as `torch.finfo(x.dtype).eps`.
     """
     form = []
     for module in graph_module.modules():
         for node in module.graph.nodes if isinstance(module, GraphModule) else ():
-            if node.op in ("call_function", "call_method") and _plain_name(node) not in (*CASTS, *_AUTOCAST):
+            if node.op in ("call_function", "call_method") and _plain_name(node) not in _WITHOUT_FORM:
                 form.append(node.meta.get(_FORM) or _shown(node))
     return tuple(form)
 
