@@ -48,6 +48,18 @@ def test_a_candidate_that_keeps_the_value_wide_is_equivalent_and_the_cast_is_nam
     assert f"{ROUNDED_AT} (to bfloat16)" in note
 
 
+def slightly_scaled(x, w):
+    return rounding(x, w) * 1.01
+
+
+@pytest.mark.parametrize(("candidate", "verdict"), [(keeping, Verdict.EQUIVALENT), (slightly_scaled, Verdict.DIVERGED)])
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_a_program_in_inference_mode_is_judged_as_one_without_gradients(context, candidate, verdict):
+    report = td.check(context()(rounding), INPUTS, candidate=context()(candidate))
+
+    assert report.verdict is verdict
+
+
 def test_a_cast_in_the_backward_is_not_named_by_a_line_of_ours():
     inputs = (torch.ones(4, dtype=torch.bfloat16, requires_grad=True),)
     program = Program(name="test", call=lambda x: (x * 3).float() * 2, args=inputs)

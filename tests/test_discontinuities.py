@@ -377,6 +377,14 @@ def test_a_shape_that_rounding_decided_is_inconclusive_and_another_one_diverges(
         (lambda x: x.trunc(), 2.25, 0.25),
         (lambda x: x.round(decimals=2), 0.125, 0.0),
         (lambda x: x.round().clamp(0, 9).to(torch.uint8), 2.25, 0.25),
+        (lambda x: x.clone().floor_().long(), 2.25, 0.25),
+        (lambda x: x.clone().round_(decimals=1), 0.26, 0.01),
+        (lambda x: (x // 0.5).long(), 0.6, 0.2),
+        (lambda x: torch.arange(3, 4) < x, 2.25, 0.75),
+        (lambda x: x == torch.tensor([True]), 2.25, 1.25),
+        (lambda x: x.to_sparse().to_dense() > 2.0, 2.25, 0.25),
+        (lambda x: ((x[:, None] > 2.0) & torch.ones(1, 1, dtype=torch.bool)).view(-1), 2.25, 0.25),
+        (lambda x: (x.expand(2, 1) > 2.0).t().reshape(-1)[:1], 2.25, 0.25),
     ],
 )
 def test_the_margin_is_the_distance_from_the_edge_of_each_decision(decide, value, margin):
@@ -493,6 +501,9 @@ def three_more(x, w):
         (lambda x, w: (x @ w).max(-1).indices.flip(0), lambda x, w: smallest_in_one_row(x, w).flip(0)),
         (lambda x, w: (x @ w).sort(-1).indices, last_in_two_rows),
         (lambda x, w: ((x @ w) * 4).floor().clamp(-512, 511).long(), three_more),
+        (lambda x, w: ((x @ w).float() * 4).floor().clamp(-512, 511).long(), three_more),
+        (lambda x, w: ((x @ w) * 4).floor_().clamp(-512, 511).long(), three_more),
+        (lambda x, w: ((x @ w) // 0.25).clamp(-512, 511).long(), three_more),
     ],
 )
 def test_the_candidates_own_choice_must_be_within_noise_and_a_rounding_one_step_away(program, wrong):
@@ -612,6 +623,18 @@ def test_margins_go_through_a_maximum_of_indices_an_index_and_what_refuses_the_o
     assert watch.margin_of(largest)[0] in margins[indices == largest]
     assert torch.equal(watch.margin_of(picked)[0], margins)
     assert watch.margin_of(divided)[0].shape == (4, 6)
+
+
+def test_a_cast_of_floats_a_complex_number_and_the_largest_value_are_no_decisions():
+    x = torch.tensor([[0.3, 7.6], [2.2, 9.1]])
+
+    with MarginWatch() as watch:
+        complex_numbers = x.to(torch.complex64)
+        whole = (x.bfloat16().float() - x.max()).floor()
+        watch.decided_of(x.floor().to(torch.float8_e4m3fn))
+
+    assert watch.decided_of(complex_numbers) is None
+    assert watch.decided_of(whole).operand is not None
 
 
 def test_what_is_kept_of_freed_tensors_is_dropped_now_and_then():

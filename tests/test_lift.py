@@ -26,7 +26,12 @@ def attention(x):
     return F.scaled_dot_product_attention(x, x, x).float() * 1.5
 
 
-PROGRAMS = [casts_inside, counts, attention]
+def numbers_beside_integers(x):
+    count = torch.arange(4)
+    return x * (count * 0.1 + (0.7 - count)) + (x > 0.0) * 0.3 + 1.1**count + torch.special.expit(count)
+
+
+PROGRAMS = [casts_inside, counts, attention, numbers_beside_integers]
 
 
 def exactly(function, x):
@@ -36,6 +41,9 @@ def exactly(function, x):
         return F.softmax(x * tenth, -1) + torch.arange(4.0, dtype=torch.float64)
     if function is counts:
         return x * torch.arange(4.0).double().exp() / (torch.arange(4.0).double() + 3).sqrt()
+    if function is numbers_beside_integers:
+        count = torch.arange(4.0, dtype=torch.float64)
+        return x * (count * 0.1 + (0.7 - count)) + (x > 0.0).double() * 0.3 + 1.1**count + count.sigmoid()
     return torch.softmax(x @ x.transpose(-1, -2) / 2.0, -1) @ x * 1.5
 
 
@@ -104,6 +112,41 @@ def test_what_has_no_float64_runs_natively_and_is_named():
     assert unlifted == {"aten::_weight_int8pack_mm", "a cast to float8_e4m3fn"}
 
 
+def test_numbers_that_are_drawn_into_a_tensor_are_those_of_the_program():
+    torch.manual_seed(0)
+    native = [torch.rand(3, out=torch.zeros(3)), torch.randn(2, out=torch.zeros(0)), torch.zeros(4).uniform_()]
+    given, empty, filled = torch.zeros(3), torch.zeros(0), torch.zeros(4)
+    torch.manual_seed(0)
+    with Lift(torch.float32):
+        given, empty, filled = given.double(), empty.double(), filled.double()
+        torch.rand(3, out=given), torch.randn(2, out=empty), filled.uniform_()
+
+    assert [each.tolist() for each in (given, empty, filled)] == [each.tolist() for each in native]
+
+
+@pytest.mark.parametrize(("scale", "verdict"), [(0.01, Verdict.EQUIVALENT), (0.0101, Verdict.DIVERGED)])
+def test_an_operator_that_takes_integers_alone_runs_natively_in_a_program_in_float64(scale, verdict):
+    with torch.library._scoped_library("torchdelta_lift", "FRAGMENT") as library:
+        library.define("dequantize(Tensor codes, float scale) -> Tensor")
+
+        def dequantize(codes, scale):
+            assert codes.dtype is torch.int8
+            return codes.float() * scale
+
+        library.impl("dequantize", dequantize, "CPU")
+        library.impl("dequantize", lambda codes, scale: codes.float(), "Meta")
+        codes = torch.arange(-50, 50, dtype=torch.int8).reshape(10, 10)
+
+        report = td.check(
+            lambda x: x @ torch.ops.torchdelta_lift.dequantize(codes, 0.01),
+            (torch.randn(4, 10),),
+            candidate=lambda x: x @ (codes.float() * scale),
+        )
+
+    assert report.verdict is verdict
+    assert report.questions.native == "asked"
+
+
 def test_an_error_that_has_nothing_to_do_with_float64_stays_what_it_is():
     with Lift(torch.float32), pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         torch.mm(torch.zeros(2, 3, dtype=torch.float64), torch.zeros(2, 3, dtype=torch.float64))
@@ -168,6 +211,21 @@ def test_numbers_that_a_narrow_constant_rounds_stay_rounded_in_a_rewritten_graph
     assert not any("bfloat16" in str((node.args, node.kwargs)) for node in lifted.graph.nodes)
     torch.testing.assert_close(lifted(x.double())[0], expected, rtol=1e-15, atol=0.0)
     assert form_of(lifted) == before
+
+
+@pytest.mark.parametrize(("slope", "verdict"), [(0.1, Verdict.EQUIVALENT), (0.1 + 1e-9, Verdict.DIVERGED)])
+def test_an_integer_times_a_number_is_the_same_function_under_a_compiler_unless_the_number_changes(slope, verdict):
+    def program(x):
+        return x + torch.arange(5) * 0.1
+
+    def set_slope(graph_module, _):
+        for node in graph_module.graph.nodes:
+            node.args = tuple(slope if arg == 0.1 else arg for arg in node.args)
+        return graph_module
+
+    report = td.check(program, (torch.randn(4, 5),), transform=set_slope, options={"unchanged": "ok"})
+
+    assert (report.verdict, report.questions.semantic) == (verdict, "asked")
 
 
 @pytest.mark.slow

@@ -98,6 +98,19 @@ def test_fused_norms_and_softmax_are_moved_inside_and_stay_right(function):
     assert 0 < relative_move(run_noisily(function, x), function(x)) < 1e-5
 
 
+@pytest.mark.parametrize("function", [lambda x: F.layer_norm(x, (64,)) @ x, lambda x: F.linear(x.softmax(-1), x)])
+def test_noise_in_inference_mode_is_that_of_a_program_without_gradients(function):
+    torch.manual_seed(0)
+    x = torch.randn(64, 64)
+
+    with torch.no_grad():
+        without_gradients = run_noisily(function, x)
+    with torch.inference_mode():
+        in_inference_mode = run_noisily(function, x)
+
+    assert torch.equal(in_inference_mode, without_gradients)
+
+
 def test_the_backward_is_moved_too():
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.LayerNorm(16)), torch.randn(8, 16)

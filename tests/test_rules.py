@@ -348,6 +348,28 @@ def test_a_setting_of_subnormal_numbers_that_a_run_leaves_behind_is_a_difference
     assert td.check(lambda x: x * 1.0, (torch.ones(2),), candidate=vandal).verdict is Verdict.DIVERGED
 
 
+def leaves_autocast_on(x):
+    torch.set_autocast_enabled("cpu", True)
+    return x * 1.0
+
+
+def uses_autocast(x):
+    with torch.autocast("cpu", dtype=torch.float16):
+        return x * 1.0
+
+
+@pytest.mark.parametrize(
+    ("candidate", "verdict"), [(leaves_autocast_on, Verdict.DIVERGED), (uses_autocast, Verdict.EQUIVALENT)]
+)
+def test_autocast_that_a_run_leaves_on_is_a_difference_and_is_put_back(candidate, verdict):
+    with torch.autocast("cpu", enabled=False):
+        report = td.check(lambda x: x * 1.0, (torch.ones(2),), candidate=candidate)
+
+        assert report.verdict is verdict
+        assert not torch.is_autocast_enabled("cpu")
+        assert torch.get_autocast_dtype("cpu") is torch.bfloat16
+
+
 def test_random_generators_and_flags_are_as_before_even_after_a_crash():
     def vandal(x):
         torch.manual_seed(1234)

@@ -154,6 +154,51 @@ def test_random_programs_draw_the_same_numbers_in_float64():
     assert (report.verdict, report.questions.semantic) == (EQUIVALENT, "asked")
 
 
+def draws_in_the_dtype_of_its_input(x):
+    return x * torch.rand(x.shape, dtype=x.dtype)
+
+
+def draws_in_float32(x):
+    return x * torch.rand_like(x, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("program", [draws_in_the_dtype_of_its_input, draws_in_float32])
+def test_a_dtype_that_is_named_for_random_numbers_is_lifted_on_both_sides(program, dtype):
+    report = td.check(program, (torch.randn(8, 16).to(dtype),), transform="aot_eager")
+
+    assert (report.verdict, report.questions.semantic) == (EQUIVALENT, "asked")
+
+
+@pytest.mark.parametrize(("factor", "verdict"), [(1.0, EQUIVALENT), (1.00001, DIVERGED)])
+def test_it_does_not_matter_how_the_same_random_numbers_are_asked_for(factor, verdict):
+    def candidate(x):
+        return draws_in_the_dtype_of_its_input(x) * factor
+
+    report = td.check(lambda x: x * torch.rand_like(x), (torch.randn(8, 16),), candidate=candidate)
+
+    assert (report.verdict, report.questions.semantic) == (verdict, "asked")
+
+
+class Casts(nn.Module):
+    def forward(self, x):
+        return (x.to(torch.bfloat16) * 0.3).float().exp()
+
+
+@pytest.mark.parametrize(("scale", "verdict"), [(0.3, EQUIVALENT), (0.3 + 1e-6, DIVERGED)])
+def test_float64_is_asked_about_an_exported_program_that_asserts_its_dtypes(scale, verdict):
+    def set_scale(graph_module, _):
+        for node in graph_module.graph.nodes:
+            node.args = tuple(scale if arg == 0.3 else arg for arg in node.args)
+        return graph_module
+
+    torch.manual_seed(0)
+    program = torch.export.export(Casts(), (torch.randn(64),)).module()
+    report = td.check(program, (torch.randn(64),), transform=set_scale, options={"unchanged": "ok"})
+
+    assert (report.verdict, report.questions.semantic) == (verdict, "asked")
+
+
 def test_steps_are_asked_about_too():
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)), torch.randn(4, 8)

@@ -228,11 +228,36 @@ def change_epsilon(graph_module):
     graph_module.norm.eps = 0.5
 
 
+def scale_constant(graph_module, example_inputs):
+    graph_module.constant = graph_module.constant * 2
+
+
 @pytest.mark.parametrize("change", [scale_buffer, replace_weight, write_weight, change_epsilon])
 def test_a_change_of_tensors_or_of_a_submodule_is_a_change(change):
     report = td.check(Layers(), X, transform=change, options={"graph": "symbolic"})
 
     assert report.verdict is Verdict.DIVERGED
+
+
+class Constant(nn.Module):
+    def __init__(self, constant):
+        super().__init__()
+        self.register_buffer("constant", constant)
+
+    def forward(self, x):
+        return self.constant * x
+
+
+CONSTANTS = {"one element of a column": torch.ones(1, 5)[:, 0], "a conjugate": torch.tensor([1 + 2j]).conj()}
+
+
+@pytest.mark.parametrize(("one", "verdict"), [(leave, Verdict.INCONCLUSIVE), (scale_constant, Verdict.DIVERGED)])
+@pytest.mark.parametrize("name", CONSTANTS)
+@pytest.mark.parametrize("graph", ["export", "symbolic"])
+def test_a_constant_may_be_a_view_of_any_kind(graph, name, one, verdict):
+    report = td.check(Constant(CONSTANTS[name]), (torch.randn(8),), transform=one, options={"graph": graph})
+
+    assert report.verdict is verdict
 
 
 def returns_result(graph_module):

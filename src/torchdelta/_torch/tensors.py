@@ -145,15 +145,15 @@ def has_same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
         return False
     if not (has_own_buffer(first) and has_own_buffer(second)):
         return False
-    one, other = _bytes_of(first), _bytes_of(second)
+    one, other = bytes_of(first), bytes_of(second)
     # torch compares eight bytes as fast as one
     if all(each.numel() % 8 == 0 and each.storage_offset() % 8 == 0 for each in (one, other)):
         one, other = one.view(torch.int64), other.view(torch.int64)
     return bool(torch.equal(one, other))
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a tensor as flat bytes."""
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a tensor with a buffer of its own as flat bytes."""
     dense = resolve(tensor.detach()).contiguous()
     # not a reshape, which keeps any stride of a single element
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)

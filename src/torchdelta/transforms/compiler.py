@@ -11,8 +11,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from torchdelta._torch.compile import dynamo, settings
 from torchdelta._torch.compile.seams import Seam, hand_on
+from torchdelta._torch.graphs.nodes import drop_metadata_assertions
 from torchdelta.program.sides import Side
 from torchdelta.transforms.base import Options, OtherInputs, Traits, Transform, TransformedSide, flag, require_known
 
@@ -93,8 +96,12 @@ class Compiler(Transform):
 
         The compiler's settings hold while the context is open. If `draws_random`, inductor's `fallback_random` is on
         too, so that the candidate draws the numbers of eager, and a note says so. If `lifted`, each captured graph is
-        rewritten to compute in float64 before the `seam` gets it.
+        rewritten to compute in float64 before the `seam` gets it, and an exported program in the side loses its
+        assertions about dtypes.
         """
+        if lifted and isinstance(side.call, torch.nn.Module):
+            # those of an exported program name the dtypes that it had natively
+            drop_metadata_assertions(side.call)
         config = {**self.config, "fallback_random": True} if draws_random else self.config
         held = settings.applied(self.other_settings)
         compiling = dynamo.compiling(

@@ -58,8 +58,8 @@ def _describe_attribute(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         if not tensors.has_own_buffer(value):
             return f"{id(value)}"
-        flat = value.detach().contiguous().reshape(-1).cpu()
-        content = hashlib.sha256(flat.view(torch.uint8).numpy().data if flat.numel() else b"").hexdigest()
+        flat = tensors.bytes_of(value).cpu()
+        content = hashlib.sha256(flat.numpy().data if flat.numel() else b"").hexdigest()
         return repr((tuple(value.shape), value.stride(), value.dtype, value.requires_grad, content))
     if isinstance(value, torch.nn.Module):
         state = {**dict(value.named_parameters()), **dict(value.named_buffers())}

@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from torchdelta._torch.graphs.nodes import CASTS
-from torchdelta._torch.modes.lift import is_computing_factory, is_narrow, widened
+from torchdelta._torch.modes.lift import is_computing_factory, is_drawing_factory, is_narrow, widened
 
 _METHODS = {"float": "double", "half": "double", "bfloat16": "double", "cfloat": "cdouble", "chalf": "cdouble"}
 
@@ -27,19 +27,26 @@ _AUTOCAST = frozenset(
     }
 )  # fmt: skip
 """Functions of autocast; dynamo makes the lower ones of the others if it captures a graph again."""
-_LEFT_OUT = _AUTOCAST.union(CASTS)
+
+_WITHOUT_FORM = _AUTOCAST.union(CASTS, {"assert_tensor_metadata"})
+"""Calls that a program may have natively alone: they are about dtypes."""
 _CONSTANTS = frozenset({"arange", "as_tensor", "full", "range", "scalar_tensor", "tensor"})
 """Functions that make a tensor of the numbers that they are given, in the dtype that they are told."""
 _MOST_CONSTANT = 2**14
 """A constant of more numbers is not written into the graph: its code would become too long."""
 _FORM = "form before it was lifted"
 """Where the metadata of a node keep its text in `form_of`."""
-# operations that return floats for integers if no dtype is named
+# operations that return floats for integers if no dtype is named: some always, others beside a number such as 0.1
 _ON_NUMBERS = frozenset(
     {
-        "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cos", "cosh", "deg2rad", "div", "erf", "exp",
-        "exp2", "expm1", "itruediv", "lgamma", "log", "log10", "log1p", "log2", "rad2deg", "reciprocal", "rsqrt",
-        "rtruediv", "sigmoid", "sin", "sinc", "sinh", "sqrt", "tan", "tanh", "truediv", "true_divide",
+        "acos", "acosh", "add", "angle", "arccos", "arccosh", "arcsin", "arcsinh", "arctan", "arctan2", "arctanh",
+        "asin", "asinh", "atan", "atan2", "atanh", "clamp", "clamp_max", "clamp_min", "clip", "copysign", "cos", "cosh",
+        "deg2rad", "digamma", "div", "divide", "entr", "erf", "erfc", "erfcx", "erfinv", "exp", "exp2", "expit",
+        "expm1", "floor_divide", "floordiv", "fmod", "gammaln", "i0", "i0e", "i1", "i1e", "iadd", "ifloordiv", "imod",
+        "imul", "ipow", "isub", "itruediv", "ldexp", "lgamma", "log", "log10", "log1p", "log2", "log_ndtr", "logit",
+        "mod", "mul", "multiply", "ndtr", "ndtri", "pow", "psi", "rad2deg", "radd", "rdiv", "reciprocal", "remainder",
+        "rfloordiv", "rmod", "rmul", "rpow", "rsqrt", "rsub", "rtruediv", "sigmoid", "sin", "sinc", "sinh", "softsign",
+        "sqrt", "sub", "subtract", "tan", "tanh", "tanhshrink", "true_divide", "truediv", "xlog1py", "xlogy", "zeta",
     }
 )  # fmt: skip
 
@@ -94,18 +101,14 @@ def form_of(graph_module: GraphModule) -> tuple[str, ...]:
     """Return the calls of functions and methods in a graph as texts, in order, such as `div(2, 'floor')`.
 
     Of the arguments only numbers, booleans and texts are shown (`_plain_arguments`). Graphs inside of the graph are
-    included. Casts, dtypes, autocast and calls of modules are left out. A program that is captured natively and in
-    float64 has one form, unless it branches on its dtype or computes with numbers that depend on it, such as
-    `torch.finfo(x.dtype).eps`.
+    included. Casts, dtypes, assertions about them, autocast and calls of modules are left out. A program that is
+    captured natively and in float64 has one form, unless it branches on its dtype or computes with numbers that depend
+    on it, such as `torch.finfo(x.dtype).eps`.
     """
     form = []
     for module in graph_module.modules():
         for node in module.graph.nodes if isinstance(module, GraphModule) else ():
-            if (
-                node.op in ("call_function", "call_method")
-                and _plain_name(node) not in CASTS
-                and _plain_name(node) not in _AUTOCAST
-            ):
+            if node.op in ("call_function", "call_method") and _plain_name(node) not in _WITHOUT_FORM:
                 form.append(node.meta.get(_FORM) or _shown(node))
     return tuple(form)
 
@@ -135,8 +138,9 @@ def _lift_node(node: Node) -> None:
     """Rewrite one node in place so that it does not round below float64; nodes may be inserted around it.
 
     A node that enters autocast gets it disabled. One without tensor inputs that makes a narrow tensor, by the graph's
-    metadata, is told the wide dtype if it computes its elements, as `linspace` does; if not, it makes its
-    `_rounded_constant` or, if it has none, its users read a cast of it. One that makes no narrow tensor is left alone.
+    metadata, is told the wide dtype if it computes or draws its elements, as `linspace` and `rand` do; if not, it makes
+    its `_rounded_constant` or, if it has none, its users read a cast of it. One that makes no narrow tensor is left
+    alone.
     A node with tensor inputs names wide dtypes in place of narrow ones. If it is `_is_elementwise` and turns integers
     into narrow floats without naming a dtype, its inputs are cast.
     """
@@ -152,7 +156,8 @@ def _lift_node(node: Node) -> None:
     output = _value_of(node)
     if not tensors:
         if isinstance(output, torch.Tensor) and is_narrow(output.dtype):
-            if is_computing_factory(_plain_name(node)):
+            name = _plain_name(node)
+            if is_computing_factory(name) or is_drawing_factory(name, node.args):
                 node.kwargs = {**node.kwargs, "dtype": widened(output.dtype)}
             # a constant keeps the program's rounding: 0.1 in float32 is the program's 0.1
             elif (constant := _rounded_constant(node, output)) is not None:
@@ -236,9 +241,12 @@ def _is_elementwise(node: Node) -> bool:
 
 
 def _plain_name(node: Node) -> str:
-    """Return the name of what a node calls without overload and outer underscores: `div` for `aten.div_.Tensor` too."""
+    """Return the name of what a node calls: `div` for `aten.div_.Tensor` too, and `expit` for `torch.special.expit`.
+
+    That is the name without overload, outer underscores and the prefix `special_`.
+    """
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return name.partition(".")[0].strip("_")
+    return name.partition(".")[0].strip("_").removeprefix("special_")
 
 
 def _names_dtype(node: Node) -> bool:

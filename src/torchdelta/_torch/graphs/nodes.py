@@ -100,12 +100,12 @@ def _bound(node: Node) -> dict[str, tuple[Any, bool]]:
     }
 
 
-def drop_metadata_assertions(graph_module: GraphModule) -> None:
-    """Remove export's assertions about dtypes and devices, in inner graphs too, and recompile all of them.
+def drop_metadata_assertions(root: torch.nn.Module) -> None:
+    """Remove export's assertions about dtypes and devices from all graphs in a module, and recompile the graphs.
 
     A graph that was changed may violate the assertions.
     """
-    for module in graph_module.modules():
+    for module in root.modules():
         if isinstance(module, GraphModule):
             for node in list(module.graph.nodes):
                 if node.target is torch.ops.aten._assert_tensor_metadata.default:

@@ -28,7 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torchdelta._torch.modes.base import OperationMode
-from torchdelta._torch.tensors import ViewKey, view_key
+from torchdelta._torch.tensors import ViewKey, storage_key, view_key
 
 aten = torch.ops.aten
 
@@ -41,6 +41,8 @@ It serves a replay, which knows the dtype's unit of rounding and no measured noi
 
 def _distance_of_operands(first: torch.Tensor, second: Any, **_: Any) -> torch.Tensor:
     """Return how far two operands are apart: the margin of a comparison."""
+    # in float64, because torch does not subtract booleans
+    first, second = (each.double() if isinstance(each, torch.Tensor) else each for each in (first, second))
     distance: torch.Tensor = (first - second).abs()
     return distance
 
@@ -61,6 +63,17 @@ def _distance_from_truncation(values: torch.Tensor, *_: Any, **__: Any) -> torch
     return torch.where(sizes < 1.0, 1.0 - sizes, _distance_from_whole(values))
 
 
+def _quotient(first: torch.Tensor, second: Any) -> torch.Tensor:
+    """Return the quotient that a floor division rounds."""
+    quotient: torch.Tensor = first / second
+    return quotient
+
+
+def _distance_of_quotient(first: torch.Tensor, second: Any, **_: Any) -> torch.Tensor:
+    """Return how far each quotient is from the nearest whole number, where a floor division jumps."""
+    return _distance_from_whole(_quotient(first, second))
+
+
 def _distance_of_cast(values: torch.Tensor, *_: Any, dtype: torch.dtype | None = None, **__: Any) -> torch.Tensor:
     """Return how far each value is from where its cast to an integer or boolean dtype jumps."""
     return _distance_from_zero(values) if dtype is torch.bool else _distance_from_truncation(values)
@@ -79,6 +92,8 @@ class _Decider:
 
     margins: Callable[..., torch.Tensor] | None = None
     """Takes the arguments, and returns the margin of each element of the result; None for a choice: see `Choice`."""
+    operand: Callable[..., torch.Tensor] = lambda first, *_, **__: first
+    """Takes the arguments, and returns the values that are rounded."""
     returns_floats: bool = False
     """Whether the decided values are floats, which a rounding returns."""
     choosing: tuple[str, ...] = ()
@@ -89,13 +104,18 @@ class _Decider:
     """The dimension of a choice that names none; None if it chooses among all values."""
 
 
+_COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
 _DECIDERS: dict[str, _Decider] = {
-    **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), _Decider(margins=_distance_of_operands)),
+    **dict.fromkeys(_COMPARISONS, _Decider(margins=_distance_of_operands)),
     "_to_copy": _Decider(margins=_distance_of_cast),
-    **dict.fromkeys(("ceil", "floor"), _Decider(margins=_distance_from_whole, returns_floats=True)),
-    "trunc": _Decider(margins=_distance_from_truncation, returns_floats=True),
-    **dict.fromkeys(("sign", "sgn"), _Decider(margins=_distance_from_zero, returns_floats=True)),
-    "round": _Decider(margins=_distance_from_half, returns_floats=True),
+    **dict.fromkeys(("ceil", "ceil_", "floor", "floor_"), _Decider(margins=_distance_from_whole, returns_floats=True)),
+    **dict.fromkeys(("trunc", "trunc_"), _Decider(margins=_distance_from_truncation, returns_floats=True)),
+    **dict.fromkeys(("sign", "sign_", "sgn", "sgn_"), _Decider(margins=_distance_from_zero, returns_floats=True)),
+    **dict.fromkeys(("round", "round_"), _Decider(margins=_distance_from_half, returns_floats=True)),
+    **dict.fromkeys(
+        ("floor_divide", "floor_divide_"),
+        _Decider(margins=_distance_of_quotient, operand=_quotient, returns_floats=True),
+    ),
     **dict.fromkeys(("argmax", "argmin"), _Decider(choosing=("default",), default_dim=None)),
     **dict.fromkeys(("max", "min"), _Decider(choosing=("dim",))),
     "topk": _Decider(choosing=("default",), dim_position=2),
@@ -104,7 +124,9 @@ _DECIDERS: dict[str, _Decider] = {
 """Every operation that decides among floats, by its name in aten."""
 
 # these move elements of one tensor, so a margin can be moved along by the same call
-_MOVES = frozenset({aten.clone.default, aten.flip.default, aten.index_select.default, aten.roll.default})
+_MOVES = frozenset(
+    {aten._unsafe_view.default, aten.clone.default, aten.flip.default, aten.index_select.default, aten.roll.default}
+)
 
 _EXTREMES = frozenset({aten.max.default, aten.min.default, aten.amax.default, aten.amin.default})
 
@@ -464,7 +486,8 @@ class MarginWatch(OperationMode):
 
     def decided_of(self, tensor: torch.Tensor) -> DecisionMargins | None:
         """Return what is known of the decisions behind a tensor; None if nothing is."""
-        return self.decided.get(view_key(tensor))
+        key = _key(tensor)
+        return None if key is None else self.decided.get(key)
 
     def margin_of(self, tensor: torch.Tensor) -> tuple[torch.Tensor, str] | None:
         """Return the margin of each element and the name of the operation that decided; None if not known."""
@@ -482,8 +505,10 @@ class MarginWatch(OperationMode):
         """
         kwargs = kwargs or {}
         operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        # before the operation runs, which may write to its operands
+        before = _rounding_of(func, args, kwargs, operands) if func._schema.is_mutable else None
         result = func(*args, **kwargs)
-        is_behind = any(view_key(operand)[0] in self.behind for operand in operands)
+        is_behind = any((key := _key(operand)) is not None and key[0] in self.behind for operand in operands)
         known = [each for operand in operands if (each := self.decided_of(operand)) is not None]
         if func.is_view and known and isinstance(result, (tuple, list)):
             parts = {
@@ -495,23 +520,24 @@ class MarginWatch(OperationMode):
                 self._keep(view, replace(known[0], **{name: views[index] for name, views in parts.items()}))
             return result
         decided = _decided_output(func, result)
-        is_decider = _decider_of(func) is not None and any(operand.is_floating_point() for operand in operands[:1])
-        if is_behind or is_decider:
+        # a cast of a decided value is not a second decision
+        is_second = func is aten._to_copy.default and bool(known)
+        rounding = before
+        if decided is not None and not is_second and not func._schema.is_mutable:
+            rounding = _rounding_of(func, args, kwargs, operands)
+        if is_behind or (decided is not None and (is_choice(func, args) or rounding is not None)):
             self._drop_expired()
             outputs = (leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
-            self.behind.update(view_key(output)[0] for output in outputs)
+            self.behind.update(key[0] for output in outputs if (key := _key(output)) is not None)
         if decided is None and known and isinstance(result, torch.Tensor) and _are_whole(result):
             decided = result
         if decided is None or not operands:
             return result
-        decider = _decider_of(func)
-        # a cast of a decided value is not a second decision
-        is_second = func is aten._to_copy.default and bool(known)
         if is_choice(func, args):
             among = _decided_by_choice(Choice.of(func, args, kwargs, decided), args, kwargs)
             self._keep(decided, replace(among, origin=None, rows=None) if among is not None and is_behind else among)
-        elif decider is not None and decider.margins is not None and operands[0].is_floating_point() and not is_second:
-            edge = _decided_by_edge(decider.margins(*args, **kwargs), func, args, kwargs, decided)
+        elif rounding is not None:
+            edge = _decided_by_edge(*rounding, func, kwargs, decided)
             self._keep(decided, replace(edge, operand=None) if is_behind else edge)
         elif known:
             operand = next(each for each in operands if self.decided_of(each) is not None)
@@ -521,12 +547,15 @@ class MarginWatch(OperationMode):
     def _keep(self, tensor: torch.Tensor, decided: DecisionMargins | None) -> None:
         """Keep what is known of a decided tensor, for `decided_of`; do nothing if it is None.
 
-        Nothing is kept either if the margins have another shape than the tensor. Margins of freed tensors are dropped.
+        Nothing is kept either if the margins have another shape than the tensor, or the tensor has no plain memory. All
+        is laid out in memory as the tensor is, because a view may depend on that. Margins of freed tensors are dropped.
         """
-        if decided is not None and decided.margins.shape == tensor.shape:
+        key = _key(tensor)
+        if decided is not None and decided.margins.shape == tensor.shape and key is not None:
             self._drop_expired()
             is_checked = decided.step is not None or decided.origin is not None
-            self.decided[view_key(tensor)] = replace(decided, values=tensor.clone() if is_checked else None)
+            decided = decided.moved(lambda each: _laid_out_like(tensor, each))
+            self.decided[key] = replace(decided, values=tensor.clone() if is_checked else None)
 
     def _drop_expired(self) -> None:
         """Drop what is kept of tensors whose memory is freed, whenever twice as much is kept as after the last time."""
@@ -553,19 +582,49 @@ def _decided_by_choice(choice: Choice, args: tuple[Any, ...], kwargs: dict[str, 
     )
 
 
+def _rounding_of(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return the margins of an operation's result, and a copy in float64 of the values that it rounds.
+
+    None if it is not a comparison, a rounding, or a cast to integers or booleans, or not of floats: those of a single
+    byte have no arithmetic. One of two operands of a comparison is enough.
+    """
+    decider = _decider_of(func)
+    among = operands[: 2 if _name_of(func) in _COMPARISONS else 1]
+    is_of_floats = any(each.is_floating_point() and each.itemsize > 1 for each in among)
+    if decider is None or decider.margins is None or not is_of_floats:
+        return None
+    if any(each.is_complex() or each.layout is not torch.strided for each in among):
+        return None
+    return decider.margins(*args, **kwargs), decider.operand(*args).detach().double().clone()
+
+
 def _decided_by_edge(
-    margins: torch.Tensor, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], decided: torch.Tensor
+    margins: torch.Tensor, operand: torch.Tensor, func: OpOverload, kwargs: dict[str, Any], decided: torch.Tensor
 ) -> DecisionMargins:
     """Return what is known of the result of a comparison, a rounding, or a cast to integers or booleans.
 
-    `margins` are those of its elements.
+    `margins` are those of its elements, and `operand` the values that it rounds.
     """
-    known = DecisionMargins(margins=margins, operation=_name_of(func))
+    known = DecisionMargins(margins=margins, operation=_name_of(func).removesuffix("_"))
     if decided.dtype is torch.bool:
         return replace(known, other=~decided)
     # a sign may go to the other one
     step = 2.0 if known.operation in ("sign", "sgn") else 10.0 ** -kwargs.get("decimals", 0)
-    return replace(known, step=step, operand=args[0].detach().double().clone())
+    return replace(known, step=step, operand=operand)
+
+
+def _key(tensor: torch.Tensor) -> ViewKey | None:
+    """Return the key of the elements of a tensor, or None if it has no plain memory, as a sparse one."""
+    return view_key(tensor) if storage_key(tensor) else None
+
+
+def _laid_out_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return the other tensor, of the same shape, with the strides of the first; itself if that has elements twice."""
+    if other.stride() == tensor.stride() or 0 in tensor.stride():
+        return other
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=other.dtype, device=other.device).copy_(other)
 
 
 def _handed_on(
@@ -643,14 +702,14 @@ def _as_rows(tensor: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _decided_output(func: OpOverload, result: Any) -> torch.Tensor | None:
-    """Return the first tensor of a result that is not of floats, or the first of any dtype if the operation rounds.
+    """Return the first tensor of a result of integers or booleans, or the first of any dtype if the operation rounds.
 
     None if there is none.
     """
     outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
     decider = _decider_of(func)
     takes_floats = decider is not None and decider.returns_floats
-    return next((output for output in outputs if takes_floats or not output.is_floating_point()), None)
+    return next((each for each in outputs if takes_floats or not (each.is_floating_point() or each.is_complex())), None)
 
 
 def _moved_margins(
@@ -746,5 +805,6 @@ def _smallest(margins: list[torch.Tensor | None], shape: torch.Size) -> torch.Te
 
 
 def _are_whole(values: torch.Tensor) -> bool:
-    """Tell whether a tensor is of floats that are all whole numbers."""
-    return values.is_floating_point() and bool((values == values.round()).all())
+    """Tell whether a tensor is of floats, of more than a single byte, that are all whole numbers."""
+    is_plain = values.is_floating_point() and values.itemsize > 1 and values.layout is torch.strided
+    return is_plain and bool((values == values.round()).all())

@@ -99,8 +99,20 @@ class Lift(OperationMode):
             return self._run_native(func, *native, error)
         is_rounded = any(isinstance(leaf, torch.Tensor) and leaf.dtype in _WIDE for leaf in tree_leaves(result))
         if is_rounded and not any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors):
-            return func(*tree_map(_as_float64, args), **kwargs)  # integers in, floats out
+            return self._run_on_integers(func, args, kwargs, result)
         return result
+
+    def _run_on_integers(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+        """Return the result in float64 of an operation that makes lower floats of integers.
+
+        It runs once more on the integers in float64. If it takes integers alone, as one that dequantizes does, it is
+        added to `unlifted`, and `result`, that of the integers, is cast.
+        """
+        try:
+            return func(*tree_map(_as_float64, args), **kwargs)
+        except Exception:  # an operator of the user's may check its dtypes in any way
+            self.unlifted.add(func._schema.name)
+            return tree_map(_widen, result)
 
     def _dtype(self, value: Any) -> Any:
         """Return the lifted dtype of a dtype, any other value unchanged; a float of one byte is noted in `unlifted`."""
@@ -145,17 +157,26 @@ class Lift(OperationMode):
         bits: torch.Tensor = _widen(func(self._narrow(tensor), dtype))
         return bits
 
-    def _draw(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Draw random numbers by `func` in the program's dtype, and return them widened.
 
-        Float64 operands are cast to `drawn_in` first. An operation that draws in place writes to its operand, which is
-        returned.
+        Float64 operands are cast to `drawn_in` first. If that is float64, lower dtypes that the call names are lifted,
+        and so is the default dtype, because a lifted graph draws so. An operation that draws in place, or into `out`,
+        writes to that operand, which is returned.
         """
+        if self.drawn_in not in _WIDE:
+            kwargs = {key: self._dtype(value) for key, value in kwargs.items()}
+            names_dtype = kwargs.get("dtype") is not None or "out" in kwargs
+            if is_drawing_factory(func._schema.name.partition("::")[2], args) and not names_dtype:
+                kwargs["dtype"] = widened(torch.get_default_dtype())
         narrow_args, narrow_kwargs = tree_map(self._narrow, (args, kwargs))
         drawn = func(*narrow_args, **narrow_kwargs)
-        if args and isinstance(args[0], torch.Tensor) and drawn is narrow_args[0]:  # drawn in place
-            return args[0].copy_(drawn)
-        return tree_map(_widen, drawn)
+        written = next(iter(args), None) if args and drawn is narrow_args[0] else kwargs.get("out")
+        if not isinstance(written, torch.Tensor):
+            return tree_map(_widen, drawn)
+        if written.shape != drawn.shape:  # an empty `out` takes any shape
+            written.resize_(drawn.shape)
+        return written.copy_(drawn)
 
     def _drop(self, func: Callable[..., Any], input: torch.Tensor, p: float, train: bool | None) -> Any:
         """Draw the mask of a dropout in the program's dtype, apply it in float64, and return the result and mask."""
@@ -169,6 +190,11 @@ def is_computing_factory(name: str) -> bool:
     These are linspace, logspace and the windows, by name.
     """
     return name in ("linspace", "logspace") or name.endswith("_window")
+
+
+def is_drawing_factory(name: str, args: tuple[Any, ...]) -> bool:
+    """Tell whether a function makes a tensor of random floats without reading one: `rand`, `randn`, some `normal`."""
+    return name in ("rand", "randn", "normal") and not any(isinstance(arg, torch.Tensor) for arg in args)
 
 
 def _as_float64(value: Any) -> Any:

@@ -123,11 +123,17 @@ def autocast() -> tuple[str, str] | None:
 
     The CPU's counts first, then the accelerator's.
     """
+    settings = _autocast_settings().items()
+    return next(((device, dtype) for device, (is_enabled, dtype) in settings if is_enabled), None)
+
+
+def _autocast_settings() -> dict[str, tuple[bool, str]]:
+    """Return for the CPU and the accelerator whether autocast is on, and its dtype by name."""
     accelerator = torch.accelerator.current_accelerator()
-    for device in ("cpu", *([accelerator.type] if accelerator is not None else [])):
-        if torch.is_autocast_enabled(device):
-            return device, str(torch.get_autocast_dtype(device)).removeprefix("torch.")
-    return None
+    return {
+        device: (torch.is_autocast_enabled(device), str(torch.get_autocast_dtype(device)).removeprefix("torch."))
+        for device in ("cpu", *([accelerator.type] if accelerator is not None else []))
+    }
 
 
 def seed_everything(seed: int) -> None:
@@ -164,8 +170,16 @@ def plain_flags() -> dict[str, Any]:
 
 
 def apply_flags(plain: dict[str, Any]) -> None:
-    """Set torch's global flags to those that `plain_flags` returned, perhaps in another process."""
-    _restore_flags({**plain, "dtype": getattr(torch, plain["dtype"]), "device": torch.device(plain["device"])})
+    """Set torch's global flags to those that `plain_flags` returned, perhaps in another process.
+
+    Autocast stays as it is, because it holds for a region of a program and not for a process.
+    """
+    own = {
+        "dtype": getattr(torch, plain["dtype"]),
+        "device": torch.device(plain["device"]),
+        "autocast": _autocast_settings(),
+    }
+    _restore_flags({**plain, **own})
 
 
 @contextmanager
@@ -234,9 +248,9 @@ def _between_compilations() -> Iterator[None]:
 def _read_flags() -> dict[str, Any]:
     """Return torch's global flags by name, as `_restore_flags` takes them.
 
-    They are deterministic algorithms, filling of uninitialised memory, default dtype and device, grad mode, anomaly
-    mode, the precision of matrix products, flags of cuDNN and MKLDNN, the kernels and the fast path of attention, the
-    number of threads, and whether the processor flushes subnormal numbers to zero.
+    They are deterministic algorithms, filling of uninitialised memory, default dtype and device, grad mode, autocast,
+    anomaly mode, the precision of matrix products, flags of cuDNN and MKLDNN, the kernels and the fast path of
+    attention, the number of threads, and whether the processor flushes subnormal numbers to zero.
     """
     return {
         "deterministic": (
@@ -247,6 +261,7 @@ def _read_flags() -> dict[str, Any]:
         "dtype": torch.get_default_dtype(),
         "device": torch.get_default_device(),
         "grad": torch.is_grad_enabled(),
+        "autocast": _autocast_settings(),
         "anomaly": (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         "precision": _matmul_precision(),
         "cudnn": {name: getattr(torch.backends.cudnn, name) for name in ("enabled", "benchmark", "deterministic")},
@@ -283,6 +298,11 @@ def _restore_flags(flags: dict[str, Any]) -> None:
     if torch.get_default_device() != flags["device"]:
         torch.set_default_device(flags["device"])
     torch.set_grad_enabled(flags["grad"])
+    for device, (is_enabled, dtype) in flags["autocast"].items():
+        if _autocast_settings().get(device) != (is_enabled, dtype):
+            torch.set_autocast_enabled(device, is_enabled)
+            torch.set_autocast_dtype(device, getattr(torch, dtype))
+            torch.clear_autocast_cache()  # of weights that were cast meanwhile
     torch.set_anomaly_enabled(*flags["anomaly"])
     # written only if changed, because torch has two forms of this setting that must not be mixed
     if _matmul_precision() != flags["precision"] and flags["precision"] is not None:
