@@ -1434,3 +1434,40 @@ def test_a_frozen_script_module_is_compared():
     assert td.check(net, (X,), candidate=frozen, stages="forward", ignore=("requires_grad",)).verdict is EQUIVALENT
     wrong = torch.jit.freeze(torch.jit.script(nn.Sequential(net[0], nn.Sigmoid()).eval()))
     assert td.check(net, (X,), candidate=wrong, stages="forward", ignore=("requires_grad",)).verdict is DIVERGED
+
+
+def fill_list(x, slots, scale=2):
+    slots[0] = x * scale
+    return x + 1
+
+
+def fill_dict(x, entries, scale=2):
+    entries["total"] = x * scale
+    return x + 1
+
+
+@pytest.mark.parametrize(
+    ("fill", "empty", "path"),
+    [(fill_list, [None], "args[1][0]"), (fill_dict, {"total": 0.0}, "args[1]['total']")],
+)
+def test_a_tensor_in_the_place_of_a_number_or_none_in_an_argument_is_compared(fill, empty, path):
+    wrong = td.check(fill, (X, empty), candidate=functools.partial(fill, scale=3))
+    right = td.check(fill, (X, empty), candidate=lambda x, slots: fill(x, slots))
+
+    assert diverged(wrong) == [path]
+    assert right.verdict is EQUIVALENT
+
+
+def keep_gradient(x, kept, scale=2):
+    y = x * scale
+    y.register_hook(lambda gradient: kept.update(gradient=gradient * scale))
+    return y
+
+
+def test_a_tensor_that_the_backward_puts_in_the_place_of_a_number_in_an_argument_is_compared():
+    x = X.clone().requires_grad_()
+    wrong = td.check(keep_gradient, (x, {"gradient": 0.0}), candidate=functools.partial(keep_gradient, scale=3))
+    right = td.check(keep_gradient, (x, {"gradient": 0.0}), candidate=lambda x, kept: keep_gradient(x, kept))
+
+    assert "args[1]['gradient']" in diverged(wrong)
+    assert right.verdict is EQUIVALENT

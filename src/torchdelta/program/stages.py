@@ -347,7 +347,8 @@ class _Observer:
         """Record the unregistered state and plain inputs that are not as in `before`; list the rest in `untouched`.
 
         The state is that in `unregistered`, and is not read anew. Paths begin with `prefix`. State in `before` that was
-        removed is recorded as `Container("nothing")`. The names of attributes are added to `state_names`.
+        removed is recorded as `Container("nothing")`, unless an input has a tensor in its place now. The names of
+        attributes are added to `state_names`.
         """
         leaves, untouched = self._leaves(stage), self.observation.untouched.setdefault(stage, {})
         for path, leaf in self.unregistered.items():
@@ -357,7 +358,8 @@ class _Observer:
                 leaves.update(_snapshots(leaf, prefix + path))
             else:
                 leaves[prefix + path] = _snapshot(leaf)
-        removed = [path for path in before if path not in self.unregistered]
+        present = self.unregistered.keys() | _tensors_in(_inputs(self.side)).keys()
+        removed = [path for path in before if path not in present]
         leaves.update({prefix + path: _ABSENT for path in removed})
         self.observation.state_names.update(map(name_of, filter(is_attribute, (*self.unregistered, *removed))))
 
@@ -456,7 +458,8 @@ class _Observer:
         untouched = self.observation.untouched.setdefault("gradients", {})
         for path, tensor in _tensors_in(_inputs_and_state(self.side)).items():
             after_forward = forward.get(prefix + path, self.original_tensors.get(path))
-            if self._is_unchanged(tensor, after_forward):
+            # a place in an input may have had a number before it got a tensor
+            if isinstance(after_forward, torch.Tensor) and self._is_unchanged(tensor, after_forward):
                 untouched[prefix + path] = after_forward
             elif self.keeps("gradients", prefix + path):
                 leaves[prefix + path] = _snapshot(tensor)
