@@ -27,8 +27,8 @@ from torchdelta.records.case import Case
 from torchdelta.records.comparison import Worst
 from torchdelta.records.failure import Failure
 from torchdelta.records.report import Report, Stage
-from torchdelta.repro.confirm import CleanProcess, confirm
 from torchdelta.repro.code import write_module, write_program
+from torchdelta.repro.confirm import CleanProcess, confirm
 from torchdelta.repro.finding import Finding, key_of
 from torchdelta.repro.imports import ScriptImports
 from torchdelta.repro.issue import issue_text

@@ -1471,3 +1471,79 @@ def test_a_tensor_that_the_backward_puts_in_the_place_of_a_number_in_an_argument
 
     assert "args[1]['gradient']" in diverged(wrong)
     assert right.verdict is EQUIVALENT
+
+
+counts, marks = np.zeros(2), bytearray(2)
+helper = nn.Identity()
+helper.calls = 0
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    calls: int = 0
+
+
+slotted = Slotted()
+
+
+def counted(method):
+    calls = 0
+
+    @functools.wraps(method)
+    def counting(self, x):
+        nonlocal calls
+        calls += self.step
+        return method(self, x) * calls
+
+    return counting
+
+
+class CountsInAnArray(nn.Module):
+    step = 1
+
+    def forward(self, x):
+        counts[0] += self.step
+        return x * float(counts[0])
+
+
+class CountsInBytes(CountsInAnArray):
+    def forward(self, x):
+        marks[0] += self.step
+        return x * marks[0]
+
+
+class CountsInASlot(CountsInAnArray):
+    def forward(self, x):
+        slotted.calls += self.step
+        return x * slotted.calls
+
+
+class CountsInAModule(CountsInAnArray):
+    def forward(self, x):
+        helper.calls += self.step
+        return x * helper.calls
+
+
+class CountsInADecorator(CountsInAnArray):
+    @counted
+    def forward(self, x):
+        return x
+
+
+@pytest.mark.parametrize(
+    ("program", "path"),
+    [
+        (CountsInAnArray, "attributes['counts']"),
+        (CountsInBytes, "attributes['marks']"),
+        (CountsInASlot, "attributes['slotted'].calls"),
+        (CountsInAModule, "attributes['helper.calls']"),
+        (CountsInADecorator, "attributes['calls']"),
+    ],
+)
+def test_what_methods_share_is_compared_and_put_back_before_each_run(program, path):
+    wrong = program()
+    wrong.step = 2
+
+    assert td.check(program(), (X,), candidate=program()).verdict is EQUIVALENT
+    assert path in diverged(td.check(program(), (X,), candidate=wrong))
+    assert (counts[0], marks[0], slotted.calls, helper.calls) == (0, 0, 0, 0)
