@@ -1547,3 +1547,65 @@ def test_what_methods_share_is_compared_and_put_back_before_each_run(program, pa
     assert td.check(program(), (X,), candidate=program()).verdict is EQUIVALENT
     assert path in diverged(td.check(program(), (X,), candidate=wrong))
     assert (counts[0], marks[0], slotted.calls, helper.calls) == (0, 0, 0, 0)
+
+
+class Hooked(nn.Module):
+    """Counts its backwards in a hook of its weight, and keeps each gradient in the closure of another."""
+
+    def __init__(self, scale=1, step=1):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.ones(3))
+        self.frozen = nn.Parameter(torch.ones(3))
+        counts, kept = [], []
+
+        def scaled(gradient):
+            counts.extend([1] * step)
+            return gradient * scale * len(counts)
+
+        self.weight.register_hook(scaled)
+        self.weight.register_post_accumulate_grad_hook(lambda weight: kept.append(weight.grad * step))
+        self.frozen.register_hook(scaled)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x):
+        return x * self.weight + self.frozen
+
+
+def test_state_that_hooks_of_parameters_close_over_is_copied_and_compared():
+    report = td.check(Hooked(), (X,), candidate=Hooked(scale=0.5, step=2))
+
+    assert "attributes['kept'][0]" in diverged(report)
+    assert td.check(Hooked(), (X,), candidate=Hooked()).verdict is EQUIVALENT
+    assert td.check(Hooked(), (X,), transform="aot_eager").verdict is EQUIVALENT
+
+
+class TrainsItself(nn.Module):
+    """Runs a backward in its call, and returns a loss without one."""
+
+    def __init__(self, baked=None, scale=1):
+        super().__init__()
+        self.weight, self.held = nn.Parameter(torch.ones(3)), [torch.ones(3, requires_grad=True)]
+        self.baked, self.scale = baked, scale
+
+    def forward(self, x):
+        with torch.enable_grad():
+            used = x if self.baked is None else self.baked
+            (used * self.weight).square().sum().backward()
+            (x * self.held[0] * self.scale).sum().backward()
+        return (x * self.weight.detach()).square().sum()
+
+
+@pytest.mark.parametrize("stages", [("forward",), None])
+def test_gradients_that_a_later_call_leaves_are_compared(stages):
+    words = {"iterations": 2, "stages": stages}
+    report = td.check(TrainsItself(), (X,), candidate=TrainsItself(baked=X.clone()), **words)
+
+    assert "iterations[1].parameters['weight'].grad" in diverged(report)
+    assert td.check(TrainsItself(), (X,), candidate=TrainsItself(), **words).verdict is EQUIVALENT
+
+
+def test_gradients_that_a_call_leaves_on_unregistered_tensors_are_compared():
+    report = td.check(TrainsItself(), (X,), candidate=TrainsItself(scale=2))
+
+    assert "attributes['held'][0].grad" in diverged(report)

@@ -47,7 +47,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchdelta._torch import modules
+from torchdelta._torch import modules, tensors
 from torchdelta.compare.leaves import Container, Leaves, children_of, container_of, is_cache
 from torchdelta.program import copies
 from torchdelta.program.hidden_state import (
@@ -327,9 +327,11 @@ class _Walk:
         self._record(place, Container(f"the function {name}"))
 
     def _attributes_of(self, place: _Place, tensor: torch.Tensor) -> Iterator[_Place]:
-        """Yield the places of a tensor's `attributes_of`, unless the tensor was met before."""
-        if (attributes := attributes_of(tensor)) and self._is_new(vars(tensor)):
+        """Yield the places of a tensor's `attributes_of` and of its gradient hooks, unless the tensor was met before."""
+        attributes, hooks = attributes_of(tensor), tensors.hooks_of(tensor)
+        if (attributes or hooks) and self._is_new(vars(tensor)):
             yield from (place.child(f".{name}", value) for name, value in attributes.items())
+            yield from (place.child(f".hooks[{index}]", hook) for index, hook in enumerate(hooks))
 
     def _tensor_leaf(self, tensor: torch.Tensor) -> Any:
         """Return the tensor itself, or a `Container` that names its path if it is a registered one."""
