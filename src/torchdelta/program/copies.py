@@ -173,7 +173,7 @@ def originals_unchanged(originals: Sequence[torch.Tensor], *, name: str) -> Iter
                 plain[index].data = before[index]
     raise ProgramError(
         f"{name}: a copy of it writes to {len(changed)} tensors of the original, so two sides cannot be told apart. A "
-        "weak reference, a cached method or a hook may close over its module: let it take the module as an argument"
+        "weak reference, a cached method or a partial may hold its module: let it take the module as an argument"
         + ("" if is_small else ". The original has been changed")
     )
 

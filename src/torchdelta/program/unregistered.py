@@ -327,7 +327,7 @@ class _Walk:
         self._record(place, Container(f"the function {name}"))
 
     def _attributes_of(self, place: _Place, tensor: torch.Tensor) -> Iterator[_Place]:
-        """Yield the places of a tensor's `attributes_of` and of its gradient hooks, unless the tensor was met before."""
+        """Yield the places of a tensor's attributes and gradient hooks, unless the tensor was met before."""
         attributes, hooks = attributes_of(tensor), tensors.hooks_of(tensor)
         if (attributes or hooks) and self._is_new(vars(tensor)):
             yield from (place.child(f".{name}", value) for name, value in attributes.items())
