@@ -113,9 +113,12 @@ def rewind(value: Any, before: Any) -> None:
             value.truncate()
             value.write(before.getvalue())
             value.seek(before.tell())
-    elif isinstance(value, (array.array, bytearray, np.ndarray)):
-        with contextlib.suppress(BufferError, ValueError):  # its memory is in use, or has another size
-            value[... if isinstance(value, np.ndarray) else slice(None)] = before
+    elif isinstance(value, (array.array, bytearray)):
+        with contextlib.suppress(BufferError):  # its memory is in use, and has another size
+            value[:] = before
+    elif isinstance(value, np.ndarray):
+        with contextlib.suppress(ValueError):  # it has another size
+            value[...] = before
     elif isinstance(value, _C_DATA):
         ctypes.memmove(ctypes.addressof(value), ctypes.addressof(before), ctypes.sizeof(before))
     elif isinstance(value, _INDEXED) and len(state := _reduced(before) or ()) == 2:
