@@ -15,6 +15,7 @@ from torchdelta import Verdict
 from torchdelta._torch.compile.dynamo import require_known_config
 from torchdelta.audit.audit import audit
 from torchdelta.errors import UsageError
+from torchdelta.program.loading import load_program
 from torchdelta.records.audit import TrialOutcome
 from torchdelta.records.case import CheckOptions
 
@@ -161,3 +162,14 @@ def test_a_whole_number_may_stand_for_a_float_and_a_truth_value_for_no_number():
         require_known_config({"cpu_gpu_bw": True})
     with pytest.raises(UsageError, match="max_fusion_size is int"):
         require_known_config({"max_fusion_size": True})
+
+
+def test_a_file_may_take_its_own_folder_from_the_search_path(tmp_path):
+    file = tmp_path / "program.py"
+    file.write_text(
+        "import sys\nimport torch\nsys.path.remove(__file__.rpartition('/')[0])\n\n\n"
+        "def build():\n    return torch.nn.ReLU(), (torch.ones(2),)\n"
+    )
+
+    assert isinstance(load_program(f"{file}:build").call, torch.nn.ReLU)
+    assert str(tmp_path) not in sys.path

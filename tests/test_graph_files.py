@@ -680,6 +680,11 @@ class TestCallables:
             "function torch.hub:load",
             "function torch:ops.load_library",
             "function torch.utils.cpp_extension:load_inline",
+            "function torch.utils.collect_env:run",
+            "function torch.utils.benchmark:Timer",
+            "function torch.fx.graph_module:_exec_with_source",
+            "function operator:attrgetter",
+            "function operator:methodcaller",
             "function builtins:eval",
             "function builtins:exec",
             "function builtins:__import__",
@@ -812,6 +817,9 @@ class TestAHostileFile:
             {"op": "call_module", "target": f"weight({MARK})"},
             {"kwargs": {f"x={MARK},y": 1}},
             {"kwargs": {"lambda": 1}},
+            {"target": "function builtins:getattr", "args": [{"node": "weight"}, "__class__"]},
+            {"target": "function builtins:getattr", "args": [{"node": "weight"}, {"node": "weight"}]},
+            {"op": "call_method", "target": "__getattribute__", "args": [{"node": "weight"}, "__class__"]},
             {"type": "function os:system"},
             {"args": [{"target": "function os:system"}]},
             {"args": [{"enum": ["function torch:relu", "x"]}]},
@@ -830,6 +838,11 @@ class TestAHostileFile:
         with pytest.raises(ReportUnreadable, match=r"graph\.json: modules\[0\]\.nodes"):
             read_graph(path)
         assert not Path("MARK").exists()
+
+    def test_may_read_an_attribute_by_its_name(self, written):
+        call = {"target": "function builtins:getattr", "args": [{"node": "weight"}, "shape"]}
+
+        assert list(read_graph(written(lambda document: add_call(document, **call))).graph.nodes)[1].target is getattr
 
     def test_has_a_call_that_is_only_data(self, written, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
@@ -891,6 +904,9 @@ class TestADamagedFile:
             (lambda d: nodes(d)[0].pop("args"), r"nodes\[0\]\.args"),
             (lambda d: d["tensors"][0].update(shape=[5]), "beyond its storage"),
             (lambda d: d["tensors"][0].update(offset=-1), "negative"),
+            (lambda d: d["tensors"][0].update(shape=[0], stride=[2**70]), r"tensors\[0\]"),
+            (lambda d: d["tensors"][0].update(shape=[2**63], stride=[0]), r"tensors\[0\]"),
+            (lambda d: d["storages"][0].update(device="meta", size=2**70), r"storages\[0\]"),
             (lambda d: d["tensors"][0].update(dtype="load"), "no dtype"),
             (lambda d: d["tensors"][0].update(storage=3), r"tensors\[0\]"),
             (lambda d: d["tensors"][0].update(is_parameter=False), "not a parameter"),

@@ -8,6 +8,8 @@ from torch import nn
 
 import torchdelta as td
 from torchdelta import Verdict
+from torchdelta.program.examples import redraw
+from torchdelta.program.programs import Program
 
 
 def mean(x):
@@ -207,6 +209,16 @@ def test_each_iteration_and_step_gets_inputs_that_no_call_has_changed(stages):
 
     assert report.verdict is Verdict.EQUIVALENT
     assert not any("did not run" in stage.reason for stage in report.stages)
+
+
+def test_inputs_of_float8_are_drawn_nearer_if_the_program_refuses_other_ones():
+    x = torch.arange(12).reshape(4, 3).to(torch.float8_e4m3fn)
+    program = Program(name="float8", call=torch.relu, args=(x,))
+
+    draws = [draw.args[0] for draw in redraw(program, seed=0)]
+
+    assert len(draws) > 1
+    assert all(draw.dtype is x.dtype and draw.float().isfinite().all() for draw in draws)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])

@@ -21,15 +21,19 @@ from torchdelta import Verdict
 from torchdelta._torch.compile.settings import changed_settings
 from torchdelta._torch.process import versions
 from torchdelta.errors import ReproUnwritable, UsageError
+from torchdelta.minify.subject import Draw
 from torchdelta.program.programs import load_callable
 from torchdelta.records.case import Case
 from torchdelta.records.comparison import Worst
 from torchdelta.records.failure import Failure
 from torchdelta.records.report import Report, Stage
+from torchdelta.repro.code import write_module, write_program
 from torchdelta.repro.confirm import CleanProcess, confirm
 from torchdelta.repro.finding import Finding, key_of
+from torchdelta.repro.imports import ScriptImports
 from torchdelta.repro.issue import issue_text
 from torchdelta.repro.script import write
+from torchdelta.repro.transform import write_transform
 from torchdelta.repro.values import write_contiguous, write_tensors
 
 PLANTED = """
@@ -761,6 +765,108 @@ def test_a_call_that_no_script_can_make_is_refused_by_name(tmp_path):
 
     with pytest.raises(ReproUnwritable, match="lambda"):
         write(finding, tmp_path / "repro.py")
+
+
+MARK = "__import__('pathlib').Path('MARK').touch()"
+
+
+class TestAGraphFromAHostileFile:
+    """A file may have any text as an attribute, a path or a place in the source, and a script must not run it."""
+
+    def test_has_modules_whose_attributes_are_not_run(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        linear = nn.Linear(3, 3)
+        assert write_module(linear, "linear") == "torch.nn.Linear(in_features=3, out_features=3, bias=True)"
+
+        linear.in_features = f"{MARK} or 3"
+
+        with pytest.raises(ReproUnwritable, match="does not say all"):
+            write_module(linear, "linear")
+        assert not list(tmp_path.iterdir())
+
+    @pytest.mark.parametrize("keeps_names", [False, True])
+    def test_has_parameters_whose_names_are_not_run(self, keeps_names):
+        graph = GraphModule({"layers": nn.Sequential(nn.ReLU())}, calling("layers"))
+        graph.layers._parameters[f"x = {MARK} #"] = nn.Parameter(torch.ones(2))
+
+        with pytest.raises(ReproUnwritable, match="not a name in Python"):
+            write_program(graph, (torch.ones(2),), keeps_names=keeps_names)
+
+    def test_has_paths_that_are_not_run(self):
+        path = "x = exit(1) #"
+        graph = GraphModule({}, Graph())
+        graph._buffers[path] = torch.ones(2)
+        graph.graph = reading(path)
+
+        (name,) = write_program(graph, (torch.ones(2),)).tensors
+        assert name.isidentifier()
+        with pytest.raises(ReproUnwritable, match="not a name in Python"):
+            write_program(graph, (torch.ones(2),), keeps_names=True)
+
+    def test_has_places_that_stay_comments(self):
+        graph, inputs = traced(lambda x: torch.relu(x), torch.ones(2))
+        node = list(graph.graph.nodes)[1]
+        node.meta["nn_module_stack"] = {"": (f"layer\n{MARK}", "torch.nn.ReLU")}
+        node.meta["stack_trace"] = f'File "model\r{MARK}#\ud800", line 3, in f\n    code\n'
+
+        *comments, statement = write_program(graph, inputs).body
+
+        assert statement == "return torch.relu(x)"
+        assert "\n".join(comments).isprintable()
+        assert "module layer" in comments[0]
+
+    def test_has_options_that_are_not_run(self, tmp_path):
+        options = {"device": f'cpu" + {MARK} + "'}
+        case = Case(program="recorded", transform="autocast:bfloat16", options=options)
+
+        source = write_transform(case, ScriptImports(script=tmp_path / "repro.py"), "cpu")
+
+        assert f"torch.autocast({options['device']!r}, torch.bfloat16)(program)" in source.lines[2]
+
+    def test_has_draws_that_are_not_run(self):
+        with pytest.raises(UsageError, match="drawn by randn, zeros or ones"):
+            Draw(by="os.system('touch MARK') or torch.zeros")
+
+
+def calling(path):
+    """Return a graph that calls the module at a path."""
+    graph = Graph()
+    graph.output(graph.call_module(path, (graph.placeholder("x"),)))
+    return graph
+
+
+def reading(path):
+    """Return a graph that adds the attribute at a path to its input."""
+    graph = Graph()
+    x, read = graph.placeholder("x"), graph.create_node("get_attr", path, name="read")
+    graph.output(graph.call_function(torch.add, (x, read)))
+    return graph
+
+
+def test_a_folder_with_an_emoji_is_found_by_a_script(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "my-🔥.py").write_text("def fold(gm): ...\n", encoding="utf-8")
+
+    lines = ScriptImports(script=tmp_path / "repro.py").of_object(f"{tmp_path}/elsewhere/my-🔥.py:fold").lines
+
+    assert 'pathlib.Path(__file__).parent / "repro_code/my-🔥.py"' in lines[2]
+
+
+def test_a_long_assignment_is_not_broken_at_its_sign(tmp_path):
+    name = "some_rather_long_name_of_a_weight_that_a_pass_looks_for"
+    module = nn.Module()
+    module.register_parameter(name, nn.Parameter(torch.randn(100)))
+    module.forward = lambda x: x + getattr(module, name)
+    graph = GraphModule(module, reading(name))
+    case = Case(program="subject", transform="inductor")
+    stage = Stage.of("forward", (reports.comparison("outputs", Verdict.DIVERGED, error=1.0),))
+    report = reports.report(stage, case=case)
+    finding = Finding(graph=graph, inputs=(torch.ones(100),), case=case, report=report, keeps_names=True)
+
+    path = write(finding, tmp_path / "repro.py").path
+
+    compile(path.read_text(), str(path), "exec")
+    assert f'self.{name} = torch.nn.Parameter(saved["{name}"])' in path.read_text()
 
 
 def test_a_finding_must_be_of_something_that_failed():

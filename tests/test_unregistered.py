@@ -796,6 +796,10 @@ def test_a_gradient_that_is_retained_for_a_kept_activation_is_compared():
     assert "attributes['hidden'].grad" in {each.path for each in report.comparisons if each.verdict is DIVERGED}
 
 
+def count_in(module, gradient):
+    module()._count()
+
+
 class ReachesItself(nn.Module):
     def __init__(self, way):
         super().__init__()
@@ -806,6 +810,8 @@ class ReachesItself(nn.Module):
             self.parent = weakref.ref(self)
         elif way == "hook":
             self.layer.weight.register_hook(lambda grad: self._count())
+        elif way == "partial":
+            self.layer.weight.register_hook(functools.partial(count_in, weakref.ref(self)))
 
     def _count(self):
         self.count.add_(1)
@@ -816,15 +822,16 @@ class ReachesItself(nn.Module):
         return self.layer(x)
 
 
-def test_a_copy_reaches_itself_by_a_weak_reference():
-    program = ReachesItself("weak reference")
+@pytest.mark.parametrize("way", ["weak reference", "hook"])
+def test_a_copy_reaches_itself(way):
+    program = ReachesItself(way)
 
     assert td.check(program, (torch.ones(4, 8),), transform="eager").verdict is EQUIVALENT
     assert not program.count.any()
 
 
 def test_a_program_whose_copy_writes_to_the_original_is_refused_and_stays_as_it_was():
-    program = ReachesItself("hook")
+    program = ReachesItself("partial")
 
     with pytest.raises(td.TorchDeltaError, match="writes to 1 tensors of the original"):
         td.check(program, (torch.ones(4, 8),), transform="eager")
@@ -1434,3 +1441,178 @@ def test_a_frozen_script_module_is_compared():
     assert td.check(net, (X,), candidate=frozen, stages="forward", ignore=("requires_grad",)).verdict is EQUIVALENT
     wrong = torch.jit.freeze(torch.jit.script(nn.Sequential(net[0], nn.Sigmoid()).eval()))
     assert td.check(net, (X,), candidate=wrong, stages="forward", ignore=("requires_grad",)).verdict is DIVERGED
+
+
+def fill_list(x, slots, scale=2):
+    slots[0] = x * scale
+    return x + 1
+
+
+def fill_dict(x, entries, scale=2):
+    entries["total"] = x * scale
+    return x + 1
+
+
+@pytest.mark.parametrize(
+    ("fill", "empty", "path"),
+    [(fill_list, [None], "args[1][0]"), (fill_dict, {"total": 0.0}, "args[1]['total']")],
+)
+def test_a_tensor_in_the_place_of_a_number_or_none_in_an_argument_is_compared(fill, empty, path):
+    wrong = td.check(fill, (X, empty), candidate=functools.partial(fill, scale=3))
+    right = td.check(fill, (X, empty), candidate=lambda x, slots: fill(x, slots))
+
+    assert diverged(wrong) == [path]
+    assert right.verdict is EQUIVALENT
+
+
+def keep_gradient(x, kept, scale=2):
+    y = x * scale
+    y.register_hook(lambda gradient: kept.update(gradient=gradient * scale))
+    return y
+
+
+def test_a_tensor_that_the_backward_puts_in_the_place_of_a_number_in_an_argument_is_compared():
+    x = X.clone().requires_grad_()
+    wrong = td.check(keep_gradient, (x, {"gradient": 0.0}), candidate=functools.partial(keep_gradient, scale=3))
+    right = td.check(keep_gradient, (x, {"gradient": 0.0}), candidate=lambda x, kept: keep_gradient(x, kept))
+
+    assert "args[1]['gradient']" in diverged(wrong)
+    assert right.verdict is EQUIVALENT
+
+
+tally, marks = np.zeros(2), bytearray(2)
+helper = nn.Identity()
+helper.calls = 0
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    calls: int = 0
+
+
+slotted = Slotted()
+
+
+def counted(method):
+    calls = 0
+
+    @functools.wraps(method)
+    def counting(self, x):
+        nonlocal calls
+        calls += self.step
+        return method(self, x) * calls
+
+    return counting
+
+
+class CountsInAnArray(nn.Module):
+    step = 1
+
+    def forward(self, x):
+        tally[0] += self.step
+        return x * float(tally[0])
+
+
+class CountsInBytes(CountsInAnArray):
+    def forward(self, x):
+        marks[0] += self.step
+        return x * marks[0]
+
+
+class CountsInASlot(CountsInAnArray):
+    def forward(self, x):
+        slotted.calls += self.step
+        return x * slotted.calls
+
+
+class CountsInAModule(CountsInAnArray):
+    def forward(self, x):
+        helper.calls += self.step
+        return x * helper.calls
+
+
+class CountsInADecorator(CountsInAnArray):
+    @counted
+    def forward(self, x):
+        return x
+
+
+@pytest.mark.parametrize(
+    ("program", "path"),
+    [
+        (CountsInAnArray, "attributes['tally']"),
+        (CountsInBytes, "attributes['marks']"),
+        (CountsInASlot, "attributes['slotted'].calls"),
+        (CountsInAModule, "attributes['helper.calls']"),
+        (CountsInADecorator, "attributes['calls']"),
+    ],
+)
+def test_what_methods_share_is_compared_and_put_back_before_each_run(program, path):
+    wrong = program()
+    wrong.step = 2
+
+    assert td.check(program(), (X,), candidate=program()).verdict is EQUIVALENT
+    assert path in diverged(td.check(program(), (X,), candidate=wrong))
+    assert (tally[0], marks[0], slotted.calls, helper.calls) == (0, 0, 0, 0)
+
+
+class Hooked(nn.Module):
+    """Counts its backwards in a hook of its weight, and keeps each gradient in the closure of another."""
+
+    def __init__(self, scale=1, step=1):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.ones(3))
+        self.frozen = nn.Parameter(torch.ones(3))
+        counts, kept = [], []
+
+        def scaled(gradient):
+            counts.extend([1] * step)
+            return gradient * scale * len(counts)
+
+        self.weight.register_hook(scaled)
+        self.weight.register_post_accumulate_grad_hook(lambda weight: kept.append(weight.grad * step))
+        self.frozen.register_hook(scaled)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x):
+        return x * self.weight + self.frozen
+
+
+def test_state_that_hooks_of_parameters_close_over_is_copied_and_compared():
+    report = td.check(Hooked(), (X,), candidate=Hooked(scale=0.5, step=2))
+
+    assert "attributes['kept'][0]" in diverged(report)
+    assert td.check(Hooked(), (X,), candidate=Hooked()).verdict is EQUIVALENT
+    assert td.check(Hooked(), (X,), transform="aot_eager").verdict is EQUIVALENT
+
+
+class TrainsItself(nn.Module):
+    """Runs a backward in its call, and returns a loss without one."""
+
+    def __init__(self, baked=None, scale=1):
+        super().__init__()
+        self.weight, self.held = nn.Parameter(torch.ones(3)), [torch.ones(3, requires_grad=True)]
+        self.baked, self.scale = baked, scale
+
+    def forward(self, x):
+        with torch.enable_grad():
+            used = x if self.baked is None else self.baked
+            (used * self.weight).square().sum().backward()
+            (x * self.held[0] * self.scale).sum().backward()
+        return (x * self.weight.detach()).square().sum()
+
+
+@pytest.mark.parametrize("stages", [("forward",), None])
+def test_gradients_that_a_later_call_leaves_are_compared(stages):
+    words = {"iterations": 2, "stages": stages}
+    report = td.check(TrainsItself(), (X,), candidate=TrainsItself(baked=X.clone()), **words)
+
+    assert "iterations[1].parameters['weight'].grad" in diverged(report)
+    assert td.check(TrainsItself(), (X,), candidate=TrainsItself(), **words).verdict is EQUIVALENT
+
+
+def test_gradients_that_a_call_leaves_on_unregistered_tensors_are_compared():
+    report = td.check(TrainsItself(), (X,), candidate=TrainsItself(scale=2))
+
+    assert "attributes['held'][0].grad" in diverged(report)

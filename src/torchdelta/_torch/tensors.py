@@ -169,15 +169,30 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor._base
 
 
+def hooks_of(tensor: torch.Tensor) -> list[Callable[..., Any]]:
+    """Return the gradient hooks of a leaf tensor: those on the gradient, and those after its accumulation.
+
+    The list is empty for a tensor that was computed.
+    """
+    if not tensor.is_leaf:
+        return []
+    return [*(tensor._backward_hooks or {}).values(), *(tensor._post_accumulate_grad_hooks or {}).values()]
+
+
 def copy_hooks(tensor: torch.Tensor, duplicate: torch.Tensor, copied: Callable[[Any], Any]) -> None:
     """Register a copy of each gradient hook of a leaf tensor on its duplicate; `copied` returns the copy of a hook.
 
-    These are the hooks on the gradient and those after its accumulation.
+    These are the hooks on the gradient and those after its accumulation. They are kept if the tensor was frozen since.
     """
+    if not hooks_of(tensor):
+        return
+    requires_grad = duplicate.requires_grad
+    duplicate.requires_grad_(True)  # torch registers hooks on no other tensor
     for hook in (tensor._backward_hooks or {}).values():
         duplicate.register_hook(copied(hook))  # type: ignore[no-untyped-call]
     for hook in (tensor._post_accumulate_grad_hooks or {}).values():
         duplicate.register_post_accumulate_grad_hook(copied(hook))  # type: ignore[no-untyped-call]
+    duplicate.requires_grad_(requires_grad)
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:

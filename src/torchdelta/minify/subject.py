@@ -31,6 +31,7 @@ from torchdelta._torch.compile import stances
 from torchdelta._torch.graphs import graphs
 from torchdelta._torch.graphs.nodes import has_effect
 from torchdelta._torch.process import runtime
+from torchdelta.errors import UsageError
 from torchdelta.program.copies import copy_together
 from torchdelta.storage.graphs import modules_named, read_graph, read_values, write_graph, write_values
 
@@ -46,6 +47,11 @@ class Draw:
     """`randn`, `zeros` or `ones`."""
     seed: int = 0
     """The seed of the generator that random numbers come from."""
+
+    def __post_init__(self) -> None:
+        """Raise UsageError if `by` is unknown: it becomes code, and may come from the journal of a reduction."""
+        if self.by not in ("randn", "zeros", "ones"):
+            raise UsageError(f"numbers are drawn by randn, zeros or ones, not by {self.by!r}")
 
     def like(self, value: torch.Tensor) -> torch.Tensor:
         """Return a contiguous tensor of the same shape, dtype, device and `requires_grad`, filled with these numbers.

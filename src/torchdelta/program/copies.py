@@ -76,6 +76,8 @@ def copy_together(
     grad.
     """
     objects = everything_in(values)
+    # a hook of a tensor may close over state, which the two copies must not share
+    objects = everything_in([values, [hook for tensor in objects for hook in _gradient_hooks(tensor)]])
     _refuse_shared(objects, name)
     # modules stay themselves: deepcopy would try to copy their contents
     memo: dict[int, Any] = {id(value): value for value in objects if isinstance(value, ModuleType)}
@@ -101,6 +103,11 @@ def copy_together(
             f"{name} cannot be copied ({type(error).__name__}: {error}), and a reference and a candidate that share "
             "state cannot be told apart: keep what cannot be copied out of the module, its arguments and its closure"
         ) from error
+
+
+def _gradient_hooks(value: Any) -> list[Any]:
+    """Return the gradient hooks of a value that is a tensor; empty for any other value."""
+    return tensors.hooks_of(value) if isinstance(value, torch.Tensor) else []
 
 
 def _refuse_shared(objects: list[Any], name: str) -> None:
@@ -172,7 +179,7 @@ def originals_unchanged(originals: Sequence[torch.Tensor], *, name: str) -> Iter
                 plain[index].data = before[index]
     raise ProgramError(
         f"{name}: a copy of it writes to {len(changed)} tensors of the original, so two sides cannot be told apart. A "
-        "weak reference, a cached method or a hook may close over its module: let it take the module as an argument"
+        "weak reference, a cached method or a partial may hold its module: let it take the module as an argument"
         + ("" if is_small else ". The original has been changed")
     )
 

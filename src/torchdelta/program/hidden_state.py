@@ -95,7 +95,10 @@ def duplicate_of(value: Any) -> Any:
 
 
 def rewind(value: Any, before: Any) -> None:
-    """Give an object the state of a copy that was made before; an iterator that cannot go back stays where it is."""
+    """Give an object or array the state of a copy that was made before.
+
+    An iterator that cannot go back stays where it is.
+    """
     if isinstance(value, torch.Generator):
         value.set_state(before.get_state())
     elif isinstance(value, random.Random):
@@ -110,8 +113,12 @@ def rewind(value: Any, before: Any) -> None:
             value.truncate()
             value.write(before.getvalue())
             value.seek(before.tell())
-    elif isinstance(value, array.array):
-        value[:] = before
+    elif isinstance(value, (array.array, bytearray)):
+        with contextlib.suppress(BufferError):  # its memory is in use, and has another size
+            value[:] = before
+    elif isinstance(value, np.ndarray):
+        with contextlib.suppress(ValueError):  # it has another size
+            value[...] = before
     elif isinstance(value, _C_DATA):
         ctypes.memmove(ctypes.addressof(value), ctypes.addressof(before), ctypes.sizeof(before))
     elif isinstance(value, _INDEXED) and len(state := _reduced(before) or ()) == 2:

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import importlib.util
@@ -179,5 +180,6 @@ def load_module(place: str, *, what: str) -> ModuleType:
         del sys.modules[name]
         raise ProgramError(f"{place} does not load: {type(error).__name__}: {error}") from error
     finally:
-        sys.path.remove(str(path.parent))
+        with contextlib.suppress(ValueError):  # the module may have removed it itself
+            sys.path.remove(str(path.parent))
     return module

@@ -225,6 +225,8 @@ class _Observer:
             # the first iteration has the user's own inputs, and its paths have no prefix
             prefix = f"iterations[{iteration}]." if iteration else ""
             self.iteration = iteration
+            if iteration and self.plan.stages != ("forward",):
+                self._clear_gradients()  # those of the last iteration are ours, and not the call's
             if iteration >= self.plan.iterations:
                 self._take_inputs(*self.plan.further[iteration - self.plan.iterations])
             elif iteration:
@@ -334,8 +336,8 @@ class _Observer:
 
         Inputs, parameters and buffers for which `keeps` returns False are left out; those that did not change are
         represented by the original's tensor. Plain inputs and unregistered state are recorded only if they changed.
-        Without a `prefix`, which begins all paths, gradients that the call itself left are recorded too. Adds to
-        `aliases`, `state_names`, `written` and `untouched` of the observation, and sets `returned`.
+        Gradients that the call itself left are recorded too. All paths begin with `prefix`. Adds to `aliases`,
+        `state_names`, `written` and `untouched` of the observation, and sets `returned`.
         """
         leaves = self._leaves("forward")
         for path, value in {**leaves_of(outputs, "outputs"), **_attributes_in({"outputs": outputs})}.items():
@@ -347,9 +349,10 @@ class _Observer:
                 is_unchanged = self._is_unchanged(tensor, original)
                 leaves[prefix + path] = original if is_unchanged else _snapshot(tensor)
                 self.observation.written.update(() if is_unchanged else (path,))
-            # a call may run a backward of its own
-            if not prefix and tensor.is_leaf and tensor.grad is not None:
-                leaves.update(_snapshots(tensor.grad, f"{path}.grad"))
+        # a call may run a backward of its own
+        for path, tensor in self._kept_tensors().items():
+            if tensor.is_leaf and tensor.grad is not None:
+                leaves.update(_snapshots(tensor.grad, f"{prefix}{path}.grad"))
         self.observation.state_names.update(registered_in(self.side.state))
         self._record_unregistered("forward", prefix, self.original_unregistered)
         kept = {path: leaf for path, leaf in self.unregistered.items() if isinstance(leaf, torch.Tensor)}
@@ -364,7 +367,8 @@ class _Observer:
         """Record the unregistered state and plain inputs that are not as in `before`; list the rest in `untouched`.
 
         The state is that in `unregistered`, and is not read anew. Paths begin with `prefix`. State in `before` that was
-        removed is recorded as `Container("nothing")`. The names of attributes are added to `state_names`.
+        removed is recorded as `Container("nothing")`, unless an input has a tensor in its place now. The names of
+        attributes are added to `state_names`.
         """
         leaves, untouched = self._leaves(stage), self.observation.untouched.setdefault(stage, {})
         for path, leaf in self.unregistered.items():
@@ -374,7 +378,8 @@ class _Observer:
                 leaves.update(_snapshots(leaf, prefix + path))
             else:
                 leaves[prefix + path] = _snapshot(leaf)
-        removed = [path for path in before if path not in self.unregistered]
+        present = self.unregistered.keys() | _tensors_in(_inputs(self.side)).keys()
+        removed = [path for path in before if path not in present]
         leaves.update({prefix + path: _ABSENT for path in removed})
         self.observation.state_names.update(map(name_of, filter(is_attribute, (*self.unregistered, *removed))))
 
@@ -418,8 +423,7 @@ class _Observer:
         becomes whether the loss or a root requires grad; if not, no backward runs. Seed, `prefix` and the root's path
         choose the cotangent. If user code raises, or the loss is not a tensor, SideFailed names the `stage`.
         """
-        for tensor in self._trained().values():
-            tensor.grad = None
+        self._clear_gradients()
         if self.loss is not None:
             with self._stage(stage), self.uncompiled_scope():
                 roots = {"loss": self.loss(outputs)}
@@ -434,6 +438,11 @@ class _Observer:
             with self._stage(stage):
                 torch.autograd.backward(list(roots.values()), cotangents)
             self._notice_overwritten()
+
+    def _clear_gradients(self) -> None:
+        """Remove the gradients of the tensors that `_trained` returns."""
+        for tensor in self._trained().values():
+            tensor.grad = None
 
     def _cotangent(self, root: torch.Tensor, path: str) -> torch.Tensor:
         """Return the random cotangent of a root, exact in the dtype that the plan has for its path.
@@ -474,7 +483,8 @@ class _Observer:
         untouched = self.observation.untouched.setdefault("gradients", {})
         for path, tensor in _tensors_in(_inputs_and_state(self.side)).items():
             after_forward = forward.get(prefix + path, self.original_tensors.get(path))
-            if self._is_unchanged(tensor, after_forward):
+            # a place in an input may have had a number before it got a tensor
+            if isinstance(after_forward, torch.Tensor) and self._is_unchanged(tensor, after_forward):
                 untouched[prefix + path] = after_forward
             elif self.keeps("gradients", prefix + path):
                 leaves[prefix + path] = _snapshot(tensor)

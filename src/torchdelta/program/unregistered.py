@@ -36,6 +36,7 @@ from types import (
     BuiltinFunctionType,
     CellType,
     FunctionType,
+    MemberDescriptorType,
     MethodDescriptorType,
     MethodType,
     ModuleType,
@@ -46,7 +47,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchdelta._torch import modules
+from torchdelta._torch import modules, tensors
 from torchdelta.compare.leaves import Container, Leaves, children_of, container_of, is_cache
 from torchdelta.program import copies
 from torchdelta.program.hidden_state import (
@@ -76,6 +77,8 @@ _DATA = (
 )
 _LARGE = 1000
 """A container of so many plain values is one leaf: a path for each of them would take longer than a run."""
+_LARGEST_COPY = 2**26
+"""An array of so many bytes that all sides share is copied, to be put back if a run changes it."""
 _MISSING: Any = object()
 
 
@@ -88,12 +91,14 @@ class SharedState:
     contents: dict[int, tuple[Any, Any]] = field(default_factory=dict)
     """Containers and dicts of attributes below these values, by id, each with a shallow copy."""
     hidden: list[tuple[Any, Any]] = field(default_factory=list)
-    """Objects among these values that have no attributes to read, such as random generators, each with a copy."""
+    """Arrays and objects without attributes to read, such as random generators, among these values, with copies."""
+    slots: list[tuple[Any, MemberDescriptorType, Any]] = field(default_factory=list)
+    """Objects of the user's classes among these values, with each slot and its value; `_MISSING` stands for none."""
     cells: list[tuple[CellType, Any]] = field(default_factory=list)
     """Cells of the closures of functions that all sides share, each with its value."""
 
     def put_back(self) -> None:
-        """Give the classes, globals, containers, closures and objects without attributes back what they had.
+        """Give the classes, globals, containers, slots, closures, arrays and objects without attributes what they had.
 
         Attributes that a class got since are deleted, and so are remembered globals that did not exist then.
         """
@@ -108,6 +113,10 @@ class SharedState:
                 refill(container, before)
         for value, before in self.hidden:
             rewind(value, before)
+        for holder, slot, value in self.slots:
+            if _read_slot(holder, slot) is not value:
+                # not by `setattr`, which the user's class may refuse
+                slot.__delete__(holder) if value is _MISSING else slot.__set__(holder, value)
         for cell, value in self.cells:
             cell.cell_contents = value
 
@@ -249,7 +258,7 @@ class _Walk:
         elif isinstance(value, PLAIN):
             self._record(place, value)
         elif isinstance(value, (bytearray, np.ndarray)) and not getattr(value, "dtype", np.dtype(int)).hasobject:
-            self._record(place, bytes(value) if isinstance(value, bytearray) else value)
+            self._record(place, self._array_leaf(place, value))
         elif isinstance(value, GENERATORS):
             yield from self._visit_hidden(place, hidden_state(value) or [])
         elif is_unreadable(value) or (place.is_shared and not can_rewind(value)):
@@ -318,14 +327,30 @@ class _Walk:
         self._record(place, Container(f"the function {name}"))
 
     def _attributes_of(self, place: _Place, tensor: torch.Tensor) -> Iterator[_Place]:
-        """Yield the places of a tensor's `attributes_of`, unless the tensor was met before."""
-        if (attributes := attributes_of(tensor)) and self._is_new(vars(tensor)):
+        """Yield the places of a tensor's attributes and gradient hooks, unless the tensor was met before."""
+        attributes, hooks = attributes_of(tensor), tensors.hooks_of(tensor)
+        if (attributes or hooks) and self._is_new(vars(tensor)):
             yield from (place.child(f".{name}", value) for name, value in attributes.items())
+            yield from (place.child(f".hooks[{index}]", hook) for index, hook in enumerate(hooks))
 
     def _tensor_leaf(self, tensor: torch.Tensor) -> Any:
         """Return the tensor itself, or a `Container` that names its path if it is a registered one."""
         path = self.registered.get(id(tensor))
         return tensor if path is None else Container(f"the tensor that is {path}")
+
+    def _array_leaf(self, place: _Place, value: bytearray | np.ndarray[Any, Any]) -> Any:
+        """Return what stands for an array: bytes for a `bytearray`, and otherwise the array itself.
+
+        Of an array that all sides share it is a copy, because the next run writes to the same one; both are added to
+        `shared.hidden`. A read-only one, and one beyond `_LARGEST_COPY`, stays itself, and is not put back.
+        """
+        leaf = bytes(value) if isinstance(value, bytearray) else value
+        is_copied = place.is_shared and (isinstance(value, bytearray) or value.flags.writeable)
+        if not is_copied or (len(value) if isinstance(value, bytearray) else value.nbytes) > _LARGEST_COPY:
+            return leaf
+        leaf = leaf if isinstance(leaf, bytes) else leaf.copy()
+        self.shared.hidden.append((value, leaf))
+        return leaf
 
     def _is_new(self, value: Any, place: _Place | None = None) -> bool:
         """Tell whether an object is met for the first time; from then on it is not.
@@ -350,10 +375,13 @@ class _Walk:
         """Yield the attributes, submodules, hooks and unregistered tensors of a module, and the values of its class.
 
         Attributes of the user's on registered tensors are yielded too. Attributes that are caches (`is_cache`) are left
-        out. A module that was met before yields nothing.
+        out. A module that was met before yields nothing. The attributes of one that all sides share are added to
+        `shared`.
         """
         if not self._is_new(module, place):
             return
+        if place.is_shared:
+            self._remember(module)
         yield from self._visit_class(type(module))
         place = dataclasses.replace(place, is_installed=False)
         for name, value in modules.own_attributes(module).items():
@@ -509,7 +537,8 @@ class _Walk:
     def _remember(self, value: Any) -> None:
         """Add a container, and the dict of an object's attributes, with shallow copies to `shared.contents`, once.
 
-        Of a `UserDict` or `UserList`, what it wraps is such a container.
+        Of a `UserDict` or `UserList`, what it wraps is such a container. The slots that the user's classes define are
+        added to `shared.slots`.
         """
         items = value.data if isinstance(value, (collections.UserList, collections.UserDict)) else value
         containers: tuple[Any, Any] = items, getattr(value, "__dict__", None)
@@ -517,6 +546,18 @@ class _Walk:
             is_plain = isinstance(container, (list, dict, set, collections.deque))
             if is_plain and id(container) not in self.shared.contents:
                 self.shared.contents[id(container)] = (container, container.copy())
+        for kind in type(value).__mro__:
+            if not self._is_installed(kind):
+                slots = [member for member in vars(kind).values() if isinstance(member, MemberDescriptorType)]
+                self.shared.slots.extend((value, slot, _read_slot(value, slot)) for slot in slots)
+
+
+def _read_slot(holder: Any, slot: MemberDescriptorType) -> Any:
+    """Return the value of a slot of an object, or `_MISSING` if it has none."""
+    try:
+        return slot.__get__(holder)
+    except AttributeError:
+        return _MISSING
 
 
 def _children(value: Any) -> list[tuple[str, Any]]:
@@ -552,11 +593,18 @@ def _large_leaves(value: Any) -> list[tuple[str, Any]]:
 def _functions_in(member: Any) -> list[FunctionType]:
     """Return the functions that an entry of a class is made of: a method, or the parts of a property.
 
-    Wrapped and cached functions are unwrapped. The list is empty for any other entry.
+    A function that a decorator wraps follows its wrapper; a wrapper of an installed package is left out. The list is
+    empty for any other entry.
     """
-    parts = (member.fget, member.fset, member.fdel) if isinstance(member, property) else (member,)
-    functions = (getattr(part, "__func__", getattr(part, "func", getattr(part, "__wrapped__", part))) for part in parts)
-    return [function for function in functions if isinstance(function, FunctionType)]
+    functions: list[FunctionType] = []
+    for part in (member.fget, member.fset, member.fdel) if isinstance(member, property) else (member,):
+        inner = getattr(part, "__func__", getattr(part, "func", part))
+        while inner is not None and not any(inner is function for function in functions):
+            wrapped = getattr(inner, "__wrapped__", None)
+            if isinstance(inner, FunctionType) and (wrapped is None or not copies.is_installed(inner)):
+                functions.append(inner)
+            inner = wrapped
+    return functions
 
 
 def _data_of(kind: type) -> dict[str, Any]:

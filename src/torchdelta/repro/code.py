@@ -7,6 +7,7 @@ where a tracer wrote `arg0_1` and `L_self_modules_…_weight_`.
 
 from __future__ import annotations
 
+import ast
 import builtins
 import keyword
 import operator
@@ -25,6 +26,7 @@ from torchdelta._torch.graphs.graphs import attribute
 from torchdelta._torch.operators.lookup import is_operator, registered_by
 from torchdelta._torch.process import runtime
 from torchdelta.errors import ReproUnwritable
+from torchdelta.records.printable import printable
 from torchdelta.repro.values import Refer, attribute_path, write_callable, write_index, write_value
 
 INDENT = "    "
@@ -87,15 +89,20 @@ def _name_tensors_and_modules(graph_module: GraphModule, source: ProgramSource, 
     Parameters and buffers of a called module are added under its name (`linear.weight`). A tensor that is read at
     several paths is added once. Inner graphs are searched too, but get no name, because they become functions; other
     attributes are skipped. With `keeps_names`, the modules above these paths are added too (`_holders`). Raise
-    ReproUnwritable if a called module cannot be built.
+    ReproUnwritable if a called module cannot be built, or if a part of a path is neither a name nor a number.
     """
     names = Names()
     known: dict[int, str] = {}
     targets = [str(node.target) for _, node, owner in _reads(graph_module, "") if owner is graph_module]
+    for target in targets if keeps_names else ():
+        _require_names(target)
     source.modules.update(_holders(targets) if keeps_names else {})
 
     def name_of(target: str) -> str:
-        return attribute_path("", target).lstrip(".") if keeps_names else names.choose(wishes_for_path(target))
+        if not keeps_names:
+            return names.choose(wishes_for_path(target))
+        _require_names(target)
+        return attribute_path("", target).lstrip(".")
 
     for path, node, owner in _reads(graph_module, ""):
         target = str(node.target)
@@ -110,12 +117,23 @@ def _name_tensors_and_modules(graph_module: GraphModule, source: ProgramSource, 
             known[id(value)] = source.paths[path] = name
             source.modules[name] = write_module(value, target)
             for inner, tensor in (*value.named_parameters(), *value.named_buffers()):
+                _require_names(inner)
                 known[id(tensor)] = source.paths[f"{path}.{inner}"] = attribute_path(name, inner)
                 source.tensors[attribute_path(name, inner)] = tensor
         elif isinstance(value, torch.Tensor):
             name = name_of(target)
             known[id(value)] = source.paths[path] = name
             source.tensors[name] = value
+
+
+def _require_names(path: str) -> None:
+    """Raise ReproUnwritable if a part of a dotted path is neither a number nor a name that code can have.
+
+    A graph that was read from a file may have any text there, and a script must not run it.
+    """
+    for part in path.split("."):
+        if not part.isdigit() and (not part.isidentifier() or keyword.iskeyword(part)):
+            raise ReproUnwritable(f"{part!r} of {path!r} is not a name in Python: give it another name")
 
 
 def _holders(targets: Sequence[str]) -> dict[str, str]:
@@ -276,7 +294,8 @@ def _only_returned(body: list[Node]) -> Node | None:
 def place_of(node: Node) -> str:
     """Return where a node comes from, as text: `model.py:12 in forward, module layers.0`.
 
-    The file is named without its folders. Parts that are unknown are left out; the text is empty if all are.
+    The file is named without its folders. Parts that are unknown are left out; the text is empty if all are. The text
+    is one line, with control characters as escapes, because it becomes a comment and may come from a file.
     """
     line = nodes.source_line(node)
     parts = []
@@ -289,7 +308,8 @@ def place_of(node: Node) -> str:
         parts.append(f"{where} in {frame['function']}" if frame else where)
     if path := nodes.module_path(node):
         parts.append(f"module {path}")
-    return ", ".join(parts)
+    text = printable(", ".join(parts)).replace("\n", "\\n")
+    return text.encode(errors="backslashreplace").decode()
 
 
 _INFIX: dict[Any, str] = {
@@ -390,14 +410,32 @@ def write_module(module: nn.Module, name: str) -> str:
 def _builds(text: str, module: nn.Module) -> bool:
     """Tell whether an expression builds a module with the same class, repr and `_traits`; False if it raises.
 
-    Torch's random generators are left as they were.
+    Only a call with literal arguments is evaluated. Torch's random generators are left as they were.
     """
+    if not _is_literal_call(text):
+        return False
     try:
         with runtime.drawing_from():
             built = eval(text, {"torch": torch})
     except Exception:
         return False
     return type(built) is type(module) and repr(built) == repr(module) and _traits(built) == _traits(module)
+
+
+def _is_literal_call(text: str) -> bool:
+    """Tell whether a text is `torch.nn.Name(…)` with literals alone as arguments.
+
+    The repr of a module has its attributes as they are, and those of a graph that was read may be any text.
+    """
+    try:
+        call = ast.parse(text, mode="eval").body
+        if not isinstance(call, ast.Call) or not re.fullmatch(r"torch\.nn\.\w+", ast.unparse(call.func)):
+            return False
+        for argument in (*call.args, *(each.value for each in call.keywords)):
+            ast.literal_eval(argument)
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return False
+    return True
 
 
 def _traits(module: nn.Module) -> tuple[Any, ...]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import json
 import os
 import shutil
 import sys
@@ -26,6 +25,7 @@ from pathlib import Path
 
 from torchdelta.errors import ReproUnwritable
 from torchdelta.repro.code import RESERVED
+from torchdelta.repro.values import write_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +125,7 @@ class ScriptImports:
         folder = self._folder_for(file, file.parent)
         # the file may import others of its folder
         search_path = self._add_to_path(file, file.parent)
-        place = f"pathlib.Path(__file__).parent / {json.dumps(_relative(folder / file.name, self.script))}"
+        place = f"pathlib.Path(__file__).parent / {write_text(_relative(folder / file.name, self.script))}"
         return (
             search_path,
             "import importlib.util",
@@ -150,7 +150,7 @@ class ScriptImports:
         """
         relative = _relative(self._folder_for(file, root), self.script)
         here = "pathlib.Path(__file__).resolve().parent"
-        return f"sys.path.insert(0, str({here}{'' if relative == '.' else f' / {json.dumps(relative)}'}))"
+        return f"sys.path.insert(0, str({here}{'' if relative == '.' else f' / {write_text(relative)}'}))"
 
     def _folder_for(self, file: Path, root: Path) -> Path:
         """Return the folder that stands for `root` beside the script, and add the files that it needs to `copies`.

@@ -7,7 +7,6 @@ A `Question` collects everything about one script before `script.py` puts it tog
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -371,7 +370,7 @@ def ask_contract(divergence: Divergence, sides: ScriptSides, around: Mapping[str
         whole = "outputs" if leaf.startswith("outputs") else leaf
         returns, definitions = (f"return structure({whole})",), _STRUCTURE
     elif clause == "aliasing":
-        others = ", ".join(f"{json.dumps(path)}: {reach}" for path, reach in around.items() if reach != leaf)
+        others = ", ".join(f"{write_text(path)}: {reach}" for path, reach in around.items() if reach != leaf)
         returns = (
             f"memory = {leaf}.untyped_storage().data_ptr()",
             f"others = {{{others}}}",

@@ -299,9 +299,10 @@ def _wrap(text: str, indent: str = "") -> list[str]:
     """
     if len(text) + len(indent) <= WIDTH - 2 * len(INDENT):
         return [f"{indent}{text}"]
-    # within a literal, white space must stay, and a line must not end
+    # within a literal, white space must stay, and a line must not end; nor may it end at the sign of an assignment
+    unbroken = _LITERAL.sub(lambda literal: literal[0].replace(" ", _SPACE), text)
     lines = textwrap.wrap(
-        _LITERAL.sub(lambda literal: literal[0].replace(" ", _SPACE), text),
+        unbroken.replace(" = ", f"{_SPACE}={_SPACE}"),
         WIDTH - 2 * len(INDENT),
         initial_indent=indent,
         subsequent_indent=f"{indent}{INDENT}",

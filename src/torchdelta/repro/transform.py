@@ -16,6 +16,7 @@ from torchdelta.errors import ReproUnwritable
 from torchdelta.program.programs import load_callable
 from torchdelta.records.case import Case
 from torchdelta.repro.imports import ScriptImports
+from torchdelta.repro.values import write_text
 from torchdelta.transforms.compiler import split_settings
 
 _BACKENDS = ("inductor", "aot_eager", "aot_eager_decomp_partition", "eager")
@@ -197,7 +198,7 @@ def _autocast(dtype: str, device: str) -> TransformSource:
 
     `dtype` is a name such as `bfloat16`, and `device` a type of device.
     """
-    arguments = f'"{device}", torch.{dtype}'
+    arguments = f"{write_text(device)}, torch.{dtype}"
     return TransformSource(
         what=f"torch.autocast({arguments})",
         label="under autocast",

@@ -204,8 +204,22 @@ def _read_node(graph: Graph, record: dict[str, Any], where: str, nodes: Mapping[
         name,
         _read_annotation(record.get("type"), f"{where}.type", find),
     )
+    _refuse_inner_attributes(node, where)
     descriptions.rename(node, name)
     return node
+
+
+def _refuse_inner_attributes(node: Node, where: str) -> None:
+    """Raise ReportUnreadable if a node takes an attribute of Python's own, which could lead to all code of the process.
+
+    These are attributes with two underscores, such as `__globals__`, and those whose names are not in the graph.
+    """
+    is_getter = node.op == "call_method" and node.target in ("__getattribute__", "__getattr__")
+    if node.target is getattr:
+        name = node.args[1] if len(node.args) > 1 else None
+        is_getter = not isinstance(name, str) or name.startswith("__")
+    if is_getter:
+        raise ReportUnreadable(f"{where}: it takes an attribute of Python's own, which no traced graph does")
 
 
 def _refuse_strange_names(op: str, target: str, kwargs: Mapping[str, Any], where: str) -> None:

@@ -220,7 +220,7 @@ def _load_storage(index: int, row: StorageRow, content: torch.Tensor | None) -> 
         device = torch.device(row.device)
         if device.type == "meta":
             return torch.empty(row.size, dtype=torch.uint8, device=device).untyped_storage()
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:  # torch refuses integers beyond 64 bits with a TypeError
         raise ReportUnreadable(f"{where}: no storage of {row.size} bytes on {row.device!r}: {error}") from error
     if content is None or content.dtype is not torch.uint8 or content.dim() != 1 or len(content) != row.size:
         raise ReportUnreadable(f"{where}: the file of tensors does not have its {row.size} bytes")
@@ -257,7 +257,7 @@ def _build_tensor(where: str, row: TensorRow, memory: dict[int, torch.UntypedSto
         if row.is_parameter:
             return torch.nn.Parameter(tensor, requires_grad=row.requires_grad)
         return tensor.requires_grad_(row.requires_grad)
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:  # a TypeError for integers beyond 64 bits
         raise ReportUnreadable(f"{where}: {error}") from error
 
 

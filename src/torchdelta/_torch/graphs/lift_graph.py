@@ -27,7 +27,6 @@ _AUTOCAST = frozenset(
     }
 )  # fmt: skip
 """Functions of autocast; dynamo makes the lower ones of the others if it captures a graph again."""
-
 _WITHOUT_FORM = _AUTOCAST.union(CASTS, {"assert_tensor_metadata"})
 """Calls that a program may have natively alone: they are about dtypes."""
 _CONSTANTS = frozenset({"arange", "as_tensor", "full", "range", "scalar_tensor", "tensor"})

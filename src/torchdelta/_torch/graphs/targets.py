@@ -33,9 +33,16 @@ _BUILTINS = frozenset(
 _ROOTS = ("torch", "operator", "_operator", "math")
 _LOADERS = (
     *("torch.hub", "torch.serialization", "torch.package", "torch.utils.cpp_extension", "torch.utils.model_zoo"),
-    *("torch.jit", "torch.ops", "torch._ops"),
+    *("torch.jit", "torch.ops", "torch._ops", "torch.fx.graph_module", "torch.testing._internal.common_utils"),
+    *("torch.utils.benchmark", "torch.utils.collect_env", "torch.utils.data", "torch.utils.model_dump"),
+    *("torch.utils._strobelight", "torch._strobelight", "torch.backends.xeon", "torch.multiprocessing"),
+    *("torch.distributed.elastic", "torch.distributed.launch", "torch.distributed.launcher", "torch.distributed.run"),
+    *("torch._inductor.codecache", "torch._inductor.compile_worker", "torch._inductor.cpp_builder"),
+    *("torch._inductor.runtime", "torch._dynamo.debug_utils", "torch._dynamo.repro"),
 )
-"""Modules of torch that run code from elsewhere; no traced graph calls them."""
+"""Modules of torch that run code from elsewhere, texts or other processes; no traced graph calls them."""
+_GETTERS = ("attrgetter", "methodcaller")
+"""Functions of `operator` that take an attribute by any name, and so could reach all code of the process."""
 _PROCESS_BOUND = ("triton_kernel_wrapper_mutation", "triton_kernel_wrapper_functional")
 """Operators whose arguments are indices into a table of the process that traced them."""
 
@@ -136,7 +143,7 @@ def _find_function(module: str, path: str, allow: tuple[str, ...]) -> Callable[.
     """Import a module and return the callable at a dotted path in it.
 
     Raise LookupError if there is none, or if `_refuse_unless_allowed` refuses the module, or the one that defines the
-    callable. Of the builtins only those in `_BUILTINS` are allowed.
+    callable. Of the builtins only those in `_BUILTINS` are allowed, and of `operator` all but `_GETTERS`.
     """
     place = _import(module, allow)
     match = _walk(place, path)
@@ -148,6 +155,8 @@ def _find_function(module: str, path: str, allow: tuple[str, ...]) -> Callable[.
     home = _module_of(match)
     if home is not None and home != module:
         _refuse_unless_allowed(home, allow)
+    if home in ("operator", "_operator") and getattr(match, "__name__", None) in _GETTERS:
+        raise LookupError(f"{module}:{path} may take any attribute, which no traced graph does: it is not allowed")
     if home == "builtins" and getattr(match, "__name__", None) not in _BUILTINS:
         raise LookupError(f"{module}:{path} is not one of the builtins that compute")
     return match  # type: ignore[no-any-return]
@@ -175,7 +184,7 @@ def _import(module: str, allow: Iterable[str]) -> ModuleType:
     """Import and return a module; raise LookupError if its name is malformed or not allowed, or its import fails.
 
     Allowed are the packages in `allow` with all their modules, `operator`, `math`, `builtins`, and torch's own modules
-    except for those that load code from elsewhere (`_LOADERS`).
+    except for those in `_LOADERS`.
     """
     if not all(part.isidentifier() for part in module.split(".")):
         raise LookupError(f"{module!r} is not the name of a module")
@@ -195,7 +204,7 @@ def _refuse_unless_allowed(module: str, allow: Iterable[str]) -> None:
     """Raise LookupError if a graph may not use a module.
 
     A module of a package in `allow` may be used. So may `operator`, `math`, `builtins` and torch's own, except for
-    those of torch that load code from elsewhere.
+    those of torch in `_LOADERS`.
     """
     if any(_is_within(module, package) for package in allow):
         return
