@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torchdelta import transforms
@@ -18,7 +19,7 @@ from torchdelta.program.loading import import_program, load_program
 from torchdelta.program.programs import Program, load_callable
 from torchdelta.program.stages import OPTIMIZERS, OptimizerFactory, Plan
 from torchdelta.records.case import CheckOptions, case_of, name_of
-from torchdelta.records.recording import complete
+from torchdelta.records.recording import complete, with_absolute_file, with_absolute_files
 from torchdelta.transforms.base import Transform
 from torchdelta.transforms.replacement import Replacement
 
@@ -41,6 +42,9 @@ def prepare(
     """
     options = complete(program, options)
     case = case_of(program, options)
+    # a module or a factory may change the working directory, and the user named the other files from the present one
+    options = with_absolute_files(options)
+    name, program = program, with_absolute_file(program) if isinstance(program, str) else program
     transform = options.transform if options.candidate is None else Replacement(options.candidate)
     if options.options and isinstance(transform, Transform):
         raise UsageError("options belong to a transform that is named or to a pass: this one was built without them")
@@ -53,6 +57,8 @@ def prepare(
     with runtime.preserved_generators():
         runtime.seed_everything(case.seed)
         source = _load(program, args, kwargs)
+    if isinstance(name, str):
+        source = replace(source, name=name)
     plan = Plan(
         stages=case.stages,
         seed=case.seed,
@@ -66,7 +72,7 @@ def prepare(
         baseline=Baseline(
             program=source, plan=plan, deterministic=case.deterministic, anomaly=case.anomaly, progress=progress
         ),
-        transform=transforms.build(transform, case.options),
+        transform=transforms.build(transform, options.options),
         policy=parse(case.policy),
         stages_by_default=options.stages is None,
     )
