@@ -18,6 +18,7 @@ from torchdelta.errors import UsageError
 from torchdelta.program.loading import load_program
 from torchdelta.records.audit import TrialOutcome
 from torchdelta.records.case import CheckOptions
+from torchdelta.records.recording import with_absolute_file
 
 FILE = """
 import os
@@ -173,3 +174,70 @@ def test_a_file_may_take_its_own_folder_from_the_search_path(tmp_path):
 
     assert isinstance(load_program(f"{file}:build").call, torch.nn.ReLU)
     assert str(tmp_path) not in sys.path
+
+
+MOVES = """
+import os
+import torch
+
+
+def program(x):
+    return x.sum(0) + 1
+
+
+def build():
+    os.chdir("elsewhere")
+    return program, (torch.randn(4, 3),)
+
+
+def {name}(graph_module, example_inputs):
+    factor = {factor} if os.path.basename(os.getcwd()) == "elsewhere" else 2.0
+    return lambda *args: tuple(each * factor for each in graph_module.forward(*args))
+"""
+
+
+@pytest.mark.parametrize(("factor", "verdict"), [(1.0, Verdict.EQUIVALENT), (1.5, Verdict.DIVERGED)])
+@pytest.mark.parametrize("command", ["check", "locate"])
+def test_a_factory_may_move_to_another_directory_than_that_of_the_pass(command, factor, verdict, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "moves.py").write_text(MOVES.format(name="scale", factor=factor))
+
+    found = getattr(td, command)("moves.py:build", transform="moves.py:scale")
+
+    assert found.verdict is verdict
+    assert found.case.transform == "moves.py:scale"
+    assert os.getcwd() == str(tmp_path)
+
+
+def test_a_module_may_move_to_another_directory_when_it_is_imported(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    moves = MOVES.format(name="scale", factor=1.0).replace('    os.chdir("elsewhere")\n', "")
+    (tmp_path / "moves_at_once.py").write_text(f'{moves}\n\nos.chdir("elsewhere")\n')
+
+    report = td.check("moves_at_once.py:build", transform="moves_at_once.py:scale", optimizer="moves_at_once.py:build")
+
+    assert report.verdict is Verdict.EQUIVALENT
+    assert report.case.program == "moves_at_once.py:build"
+    assert os.getcwd() == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "absolute"),
+    [
+        ("a.py:build", "{here}/a.py:build"),
+        ("module:a.py:build", "module:{here}/a.py:build"),
+        ("recorded", "{here}/recorded"),
+        ("gone.py:build", "gone.py:build"),
+        ("package.module:build", "package.module:build"),
+        ("cast:bfloat16", "cast:bfloat16"),
+        ("inductor", "inductor"),
+    ],
+)
+def test_names_of_files_that_exist_become_absolute(name, absolute, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.py").touch()
+    (tmp_path / "recorded").mkdir()
+
+    assert with_absolute_file(name) == absolute.format(here=tmp_path)

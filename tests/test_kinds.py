@@ -37,6 +37,13 @@ def test_an_unstable_formula_is_the_same_function_less_accurate():
     assert "the same function (float64 agrees to" in report.comparisons[0].reason
 
 
+@pytest.mark.parametrize(("candidate", "kind"), [(naive_variance, "unknown"), (unbiased_variance, "another_function")])
+def test_an_unstable_formula_whose_error_is_too_large_for_rounding_is_not_called_another_function(candidate, kind):
+    report = td.check(variance, (X[0] + 1000.0,), candidate=candidate)
+
+    assert kinds_of(report) == {kind}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_another_divisor_is_another_function(dtype):
     report = td.check(variance, (X[0].to(dtype),), candidate=unbiased_variance)

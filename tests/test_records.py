@@ -256,5 +256,10 @@ class TestSignature:
         assert made.signature.message == "at … line #"
         assert str(made.signature) == "exception/forward/RuntimeError: at … line #"
 
+    def test_takes_an_address_without_its_prefix_for_a_number(self):
+        assert normalise("cannot lower it at 7f5e301c22d0") == normalise("cannot lower it at 0139884512345678")
+        assert normalise("cannot lower it at 7f5e301c22d0") == "cannot lower it at #"
+        assert normalise("defaced facade beef1") == "defaced facade beef#"
+
     def test_a_long_word_does_not_take_forever(self):
         assert normalise("a" * 200_000) == "a" * 200_000

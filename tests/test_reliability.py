@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from programs import reports
+from torchdelta import errors
 from torchdelta.errors import LONGEST, describe, shortened
 from torchdelta.records import codec
 from torchdelta.records.failure import Failure
@@ -224,6 +225,17 @@ class TestLongMessages:
         assert describe(ValueError()) == "ValueError (no message)"
         assert str(Failure.of(ValueError(), stage="forward")) == "ValueError: (no message)"
         assert str(Failure.of_refused_memory("", stage="forward")) == "out of memory"
+
+    def test_are_not_written_where_a_link_leads(self, tmp_path, monkeypatch):
+        text = "y" * (1 << 20)
+        monkeypatch.setattr(errors, "_full_texts", tmp_path)
+        path = Path(re.search(r"the whole text is in (\S+)]", shortened(text))[1])
+        assert path.read_text() == text
+        path.unlink()
+        path.symlink_to(tmp_path / "theirs")
+
+        assert "they could not be written to" in shortened(text)
+        assert not (tmp_path / "theirs").exists()
 
     def test_a_text_is_cut_once(self):
         cut = shortened("x" * (1 << 20))

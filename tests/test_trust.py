@@ -1,6 +1,7 @@
 """A recording is data: code that it names runs only if it is installed, or where the user trusts it."""
 
 import json
+import math
 import os
 import pathlib
 import subprocess
@@ -8,9 +9,11 @@ import sys
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import torchdelta as td
 from torchdelta._torch.compile.settings import is_harmless
+from torchdelta._torch.graphs.computations import find_other_calls, is_computation
 from torchdelta.program import recordings
 from torchdelta.program.recordings import trust_flags
 from torchdelta.records import trust
@@ -96,6 +99,131 @@ def test_a_recording_cannot_run_code_of_its_own(place, name):
 
     assert not has_run(place)
     assert str(place / "theirs") not in sys.path
+
+
+def calling(target, *args):
+    """Return the record of a node that calls a function or an operator, the last of `args` being the place to write."""
+    return {"op": "call_function", "target": target, "args": list(args)}
+
+
+def method(name, *args):
+    return {"op": "call_method", "target": name, "args": [{"node": "first"}, *args]}
+
+
+TOUCH = "touch ran"
+SOURCE = "open('ran', 'w')"
+CHECKPOINT = "function torch.utils.checkpoint:checkpoint"
+HOSTILE_CALLS = {
+    "a function of torch that starts a program": [calling("function torch.utils.collect_env:run", TOUCH)],
+    "one that runs text": [calling("function torch.fx.graph_module:_exec_with_source", SOURCE, {"dict": []})],
+    "one that is in a class": [calling("function torch._inductor.codecache:PyCodeCache.load", SOURCE)],
+    "one that writes a file": [calling("function torch:from_file", "ran", True, 1)],
+    "an operator that writes a file": [calling("operator aten::from_file", "ran", True, 1)],
+    "a method of an array": [{**method("numpy"), "args": [{"node": "x"}]}, method("tofile", "ran")],
+    "a method of a storage": [
+        {**method("untyped_storage"), "args": [{"node": "x"}]},
+        method("from_file", "ran", True, 1),
+    ],
+    "a method of the graph": [{"op": "call_module", "target": "to_folder", "args": ["ran"]}],
+    "a method of the graph that another function calls": [
+        {"op": "get_attr", "target": "to_folder", "args": []},
+        calling(CHECKPOINT, {"node": "first"}, "ran"),
+    ],
+    "a method that another function calls": [
+        calling("function builtins:getattr", {"node": "x"}, "numpy"),
+        calling(CHECKPOINT, {"node": "first"}),
+    ],
+    "a function that an operator calls": [
+        calling("function operator:methodcaller", "numpy"),
+        calling("function operator:call", {"node": "first"}, {"node": "x"}),
+    ],
+    "an attribute with underscores": [calling("function builtins:getattr", {"node": "x"}, "__class__")],
+    "a function of an installed package": [
+        calling("function sympy.core.sympify:sympify", "__import__('os').system('touch ran')")
+    ],
+    "a function of torch that it imports": [calling("function torch.hub:load", ".", "x")],
+}
+"""Nodes before the others of a graph whose input is `x`; the first of them is called `first`."""
+
+
+def with_nodes(place, file, added):
+    path = place / "recorded" / file
+    document = json.loads(path.read_text())
+    named = [{"name": name, "kwargs": {}, **node} for name, node in zip(("first", "second"), added, strict=False)]
+    nodes = document["modules"][-1]["nodes"]
+    nodes[1:1] = named  # behind the input
+    path.write_text(json.dumps(document))
+    return str(place / "recorded")
+
+
+@pytest.mark.parametrize("name", HOSTILE_CALLS)
+def test_a_recorded_graph_may_only_call_what_computes(place, name, monkeypatch):
+    monkeypatch.chdir(place)
+    changed(place, imports=["sympy", "torch.hub"])
+    directory = with_nodes(place, "graph.json", HOSTILE_CALLS[name])
+
+    with pytest.raises(td.UsageError, match=rf"graph\.json: .* --trust {directory}"):
+        td.check(directory, transform="eager")
+    assert not pathlib.Path("ran").exists()
+
+
+def test_recorded_inputs_are_read_and_not_computed(place, monkeypatch):
+    monkeypatch.chdir(place)
+    directory = with_nodes(place, "inputs.json", HOSTILE_CALLS["a function of torch that starts a program"])
+
+    with pytest.raises(td.ReportUnreadable, match="first is computed, and values are only read"):
+        td.check(directory, transform="eager")
+    assert not pathlib.Path("ran").exists()
+
+
+def test_a_trusted_recording_may_call_what_it_likes(place, monkeypatch):
+    monkeypatch.chdir(place)
+    directory = with_nodes(place, "graph.json", HOSTILE_CALLS["a function of torch that starts a program"])
+    assert trust_flags(directory) == ["--trust", directory]
+    td.trust(directory)
+
+    td.check(directory, transform="eager")
+
+    assert pathlib.Path("ran").exists()
+
+
+def attends(x):
+    scores = torch.nn.functional.scaled_dot_product_attention(x, x.mT, x) / math.sqrt(x.shape[-1])
+    with torch.autocast("cpu"), torch.no_grad():
+        rows = torch.vmap(torch.func.grad(lambda row: row.pow(2).sum()))(scores @ x)
+    pooled = torch.nn.functional.max_pool2d(rows[None, None], 2).real
+    chosen = torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,))
+    chosen[0, 1:2] = torch.linalg.norm(pooled)
+    return checkpoint(lambda value: value.exp(), chosen, use_reentrant=False), torch.zeros(3, device=x.device)
+
+
+def test_graphs_that_dynamo_makes_need_no_trust(place, monkeypatch):
+    graphs = []
+
+    def backend(graph_module, example_inputs):
+        graphs.append(graph_module)
+        return graph_module.forward
+
+    torch._dynamo.reset()
+    torch.compile(attends, backend=backend, dynamic=True)(torch.randn(4, 4, requires_grad=True))
+
+    assert [list(find_other_calls(graph)) for graph in graphs] == [[]]
+
+
+def test_functions_of_tensors_compute():
+    refused = {
+        function.__name__
+        for functions in torch.overrides.get_overridable_functions().values()
+        for function in functions
+        if type(function).__name__ != "method-wrapper" and not is_computation(function)
+    }
+
+    assert {"numpy", "untyped_storage", "apply_"} <= refused
+    assert len(refused) < 30
+    for function in (torch.zeros, torch.nn.functional.max_pool2d, torch.linalg.inv, torch.sym_max, math.sqrt):
+        assert is_computation(function)
+    for function in (torch.from_file, torch.load, torch.compile, torch.hub.load, os.system, getattr):
+        assert not is_computation(function)
 
 
 @pytest.mark.slow

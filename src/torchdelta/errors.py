@@ -9,6 +9,7 @@ a failure like any other, because an extension in Rust panics by raising one (`c
 from __future__ import annotations
 
 import hashlib
+import os
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -161,8 +162,11 @@ def _keep(text: str) -> str:
     data = text.encode(errors="backslashreplace")
     directory = _full_texts or Path(tempfile.gettempdir())
     path = directory / f"torchdelta-message-{hashlib.sha256(data).hexdigest()[:12]}.txt"
+    # its name can be known beforehand: a link of another user must not lead to a file of this one
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0)
     try:
-        path.write_bytes(data)
+        with open(path, "wb", opener=lambda name, _: os.open(name, flags, 0o600)) as file:
+            file.write(data)
     except OSError as error:
         return f"they could not be written to {path}: {error.strerror or error}"
     return f"the whole text is in {path}"

@@ -105,8 +105,8 @@ def _kind_by(answer: Comparison, native: Comparison) -> str:
     """Return the kind of a divergence by what float64 says about the leaf: less accurate, another function or unknown.
 
     An unstable formula is less accurate in float64 too, but only by as many units of rounding as it is natively; a
-    difference that does not shrink with the unit is another function. An inconclusive or coarse answer is unknown, and
-    so is an equivalent one if the native error is too large for rounding.
+    difference that does not shrink with the unit is another function. It is unknown if the answer is inconclusive or
+    coarse, and if the native error is too large for rounding although float64 agrees that far.
     """
     if answer.verdict is Verdict.EQUIVALENT:
         return LESS_ACCURATE if (answer.resolution or 0.0) <= COARSE and _may_be_rounding(native) else UNKNOWN
@@ -116,7 +116,9 @@ def _kind_by(answer: Comparison, native: Comparison) -> str:
     native_error = float(native.details.get("native_error", native.error or 0.0))
     shrinking = unit_roundoff(torch.float64) / unit if unit else 1.0
     is_rounding = answer.error <= SHRUNK * shrinking * max(native_error, unit * scale)
-    return LESS_ACCURATE if is_rounding and shrinking < 1.0 and _may_be_rounding(native) else ANOTHER_FUNCTION
+    if not is_rounding or shrinking >= 1.0:
+        return ANOTHER_FUNCTION
+    return LESS_ACCURATE if _may_be_rounding(native) else UNKNOWN
 
 
 def _may_be_rounding(native: Comparison) -> bool:

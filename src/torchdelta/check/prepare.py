@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torchdelta import transforms
@@ -18,7 +19,7 @@ from torchdelta.program.loading import import_program, load_program
 from torchdelta.program.programs import Program, load_callable
 from torchdelta.program.stages import OPTIMIZERS, OptimizerFactory, Plan
 from torchdelta.records.case import CheckOptions, case_of, name_of
-from torchdelta.records.recording import complete
+from torchdelta.records.recording import complete, with_absolute_file, with_absolute_files
 from torchdelta.transforms.base import Transform
 from torchdelta.transforms.replacement import Replacement
 
@@ -41,6 +42,9 @@ def prepare(
     """
     options = complete(program, options)
     case = case_of(program, options)
+    # a module or a factory may change the working directory, and the user named the other files from the present one
+    options = with_absolute_files(options)
+    place = with_absolute_file(program) if isinstance(program, str) else ""
     transform = options.transform if options.candidate is None else Replacement(options.candidate)
     if options.options and isinstance(transform, Transform):
         raise UsageError("options belong to a transform that is named or to a pass: this one was built without them")
@@ -52,7 +56,7 @@ def prepare(
     # settings belong to the program
     with runtime.preserved_generators():
         runtime.seed_everything(case.seed)
-        source = _load(program, args, kwargs)
+        source = _load(program, args, kwargs, place=place)
     plan = Plan(
         stages=case.stages,
         seed=case.seed,
@@ -66,22 +70,25 @@ def prepare(
         baseline=Baseline(
             program=source, plan=plan, deterministic=case.deterministic, anomaly=case.anomaly, progress=progress
         ),
-        transform=transforms.build(transform, case.options),
+        transform=transforms.build(transform, options.options),
         policy=parse(case.policy),
         stages_by_default=options.stages is None,
     )
 
 
-def _load(program: Callable[..., Any] | str, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Program:
+def _load(
+    program: Callable[..., Any] | str, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, *, place: str
+) -> Program:
     """Return the program that a name stands for, or one of the callable with these arguments.
 
-    UsageError if a named program is given arguments, or if the name has no known form. ProgramError if it cannot be
-    loaded, or if the arguments do not fit the callable. ReportUnreadable if its recording is missing or damaged.
+    `place` is the name with its file made absolute, by which it is found. UsageError if a named program is given
+    arguments, or if the name has no known form. ProgramError if it cannot be loaded, or if the arguments do not fit the
+    callable. ReportUnreadable if its recording is missing or damaged.
     """
     if isinstance(program, str):
         if args or kwargs:
             raise UsageError(f"{program} brings its own arguments: pass none, or pass the callable itself")
-        return load_program(program)
+        return replace(load_program(place, name=program), name=program)
     return Program(name=name_of(program), call=program, args=args, kwargs=kwargs or {})
 
 

@@ -9,28 +9,30 @@ from torchdelta.program.programs import Program, load_callable, load_module
 from torchdelta.records.recording import recording_of
 
 
-def load_program(spec: str) -> Program:
+def load_program(spec: str, *, name: str | None = None) -> Program:
     """Return the program that a factory builds or a recording holds; `spec` names a factory or a recorded directory.
 
-    A factory is called without arguments. Raise UsageError if `spec` is not a name of that form or names something that
-    cannot be called. Raise ProgramError if the factory cannot be loaded, raises, or does not return (callable, args) or
-    (callable, args, kwargs) that fit. A recorded directory is read by `recordings.read`, whose imports and compiler
-    settings last; its errors are raised, and ReportUnreadable for a directory without a record.
+    `name` is the factory's for messages; without it, that is `spec` too. A factory is called without arguments. Raise
+    UsageError if `spec` is not a name of that form or names something that cannot be called. Raise ProgramError if the
+    factory cannot be loaded, raises, or does not return (callable, args) or (callable, args, kwargs) that fit. A
+    recorded directory is read by `recordings.read`, whose imports and compiler settings last; its errors are raised,
+    and ReportUnreadable for a directory without a record.
     """
     if recording_of(spec) is not None:
         return recordings.read(spec)[0]
     factory = load_callable(spec, what="program factory")
+    name = spec if name is None else name
     try:
         result = factory()
     except errors.caught_from_user_code() as error:
-        raise ProgramError(f"{spec}: the factory raised {errors.describe(error)}") from error
+        raise ProgramError(f"{name}: the factory raised {errors.describe(error)}") from error
     if not isinstance(result, (tuple, list)) or len(result) not in (2, 3):
         raise ProgramError(
-            f"{spec}: the factory must return (callable, args) or (callable, args, kwargs), not {_describe(result)}"
+            f"{name}: the factory must return (callable, args) or (callable, args, kwargs), not {_describe(result)}"
         )
     call, args, *rest = result
     return Program(
-        name=spec, call=call, args=tuple(args) if isinstance(args, list) else args, kwargs=rest[0] if rest else {}
+        name=name, call=call, args=tuple(args) if isinstance(args, list) else args, kwargs=rest[0] if rest else {}
     )
 
 

@@ -12,6 +12,7 @@ Start reading at `write` and `read`.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ import torch
 from torch.fx import GraphModule
 
 from torchdelta._torch.compile import dynamo, settings
-from torchdelta._torch.graphs import graphs, targets
+from torchdelta._torch.graphs import computations, graphs, targets
 from torchdelta._torch.modes import outside
 from torchdelta._torch.operators import lookup
 from torchdelta.errors import ProgramError, ReportUnreadable, UsageError
@@ -155,8 +156,12 @@ def read(directory: str | os.PathLike[str]) -> tuple[Program, Recording]:
         raise ProgramError(f"{place} has no graph that could be run{_explain_lacks(recording)}")
     allow = make_ready(recording, place)
     try:
-        graph = graphs.flatten_signature(read_graph(place / GRAPH, allow=allow))
-        values = read_values(place / INPUTS, allow=allow)
+        graph = read_graph(place / GRAPH, allow=allow)
+        _require_computing(graph, place / GRAPH)
+        graph = graphs.flatten_signature(graph)
+        values = read_values(
+            place / INPUTS, allow=allow, require=lambda of_values: _require_computing(of_values, place / INPUTS)
+        )
     except ReportUnreadable as error:
         raise ReportUnreadable(f"{error}{_explain_lacks(recording)}") from error
     names = [node.name for node in _placeholders(graph)]
@@ -168,6 +173,26 @@ def read(directory: str | os.PathLike[str]) -> tuple[Program, Recording]:
     if not recording.is_grad_enabled:
         call = _WithoutGradients(call)
     return Program(name=os.fspath(directory), call=call, args=tuple(values[name] for name in names)), recording
+
+
+def _require_computing(graph: GraphModule, file: Path) -> None:
+    """Raise UsageError if a graph of a recording may do more than compute, and the user does not trust it.
+
+    The user may trust the directory of the recording, or that of the code of a function. `file` is that of the graph.
+    """
+    if is_trusted(file.parent):
+        return
+    for call in computations.find_other_calls(graph, _is_trusted_code):
+        raise UsageError(
+            f"{file}: {call}, which may do more than compute, such as run a program or write a file. It would be run: "
+            f"read the file, and if you trust it, add --trust {file.parent.resolve()}"
+        )
+
+
+def _is_trusted_code(target: Any) -> bool:
+    """Tell whether the user trusts the file of the module in which a function or a class is defined."""
+    file = getattr(sys.modules.get(str(targets.home_of(target))), "__file__", None)
+    return file is not None and is_trusted(file)
 
 
 def make_findable(recording: Recording) -> None:
@@ -220,17 +245,39 @@ def require_harmless(recording: Recording, directory: str | os.PathLike[str]) ->
 def trust_flags(directory: str | os.PathLike[str]) -> list[str]:
     """Return the flags `--trust FOLDER` for all that a recording names and that is not harmless.
 
-    That is code that is not installed, and the directory itself if a setting needs it. Folders that are trusted already
-    have a flag too. The list is empty if the recording cannot be read.
+    That is code that is not installed, and the directory itself if a setting or a call of the graph needs it. Folders
+    that are trusted already have a flag too. The list is empty if the recording cannot be read.
     """
     try:
         recording = read_recording(directory)
     except ReportUnreadable:
         return []
     folders = untrusted_folders(places_of_code(recording), recording.path)
-    if not all(settings.is_harmless(name, value) for name, value in _settings_of(recording)):
+    is_harmless = all(settings.is_harmless(name, value) for name, value in _settings_of(recording))
+    if not is_harmless or _calls_installed_code(Path(directory) / GRAPH, recording):
         folders.append(str(Path(directory).resolve()))
     return [text for folder in folders for text in ("--trust", folder)]
+
+
+def _calls_installed_code(file: Path, recording: Recording) -> bool:
+    """Tell whether a graph names an installed function that may do more than compute; False if it cannot be read.
+
+    Functions of code that is not installed do not count, because the folder of that code has to be trusted anyway.
+    """
+    try:
+        names = set(re.findall(r'"(function [\w.]+:[\w.]+)"', file.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return False
+    for name in sorted(names):
+        module = name.removeprefix("function ").partition(":")[0]
+        try:
+            target = targets.find_target(name, (module,))
+        except LookupError:
+            continue
+        is_known = target is getattr or computations.is_computation(target)
+        if not is_known and (targets.is_torchs_own(module) or not untrusted_folders([module], recording.path)):
+            return True
+    return False
 
 
 def _settings_of(recording: Recording) -> list[tuple[str, Any]]:

@@ -164,6 +164,31 @@ def complete(program: object, options: CheckOptions) -> CheckOptions:
     return replace(options, transform=recording.transform, options=given)
 
 
+def with_absolute_file(name: str) -> str:
+    """Return the name of code with its file made absolute, if there is such a file; any other name unchanged.
+
+    `name` is that of a program, a transform, an optimizer or a loss, or an option that names code: `file.py:name`, with
+    `module:` or `quantize:` in front for a transform, or the directory of a recording.
+    """
+    kind, _, argument = name.partition(":")
+    start, code = (f"{kind}:", argument) if kind in _ARGUED else ("", name)
+    place, colon, attribute = code.rpartition(":")
+    if place.endswith(".py") and os.path.isfile(place):
+        return f"{start}{os.path.abspath(place)}{colon}{attribute}"
+    return os.path.abspath(name) if not colon and os.path.isdir(name) else name
+
+
+def with_absolute_files(options: CheckOptions) -> CheckOptions:
+    """Return the options with the files of all code that they name made absolute, so that a process may move."""
+    names = {
+        key: with_absolute_file(value)
+        for key in ("transform", "optimizer", "loss")
+        if isinstance(value := getattr(options, key), str)
+    }
+    code = {key: value for key, value in options.options.items() if isinstance(value, str) and ":" in value}
+    return replace(options, **names, options={**options.options, **{k: with_absolute_file(v) for k, v in code.items()}})
+
+
 def _stages(stages: tuple[str, ...] | None) -> dict[str, Any]:
     """Return the stages as a keyword argument of `Case`; empty if they are None."""
     return {} if stages is None else {"stages": stages}

@@ -18,7 +18,8 @@ and `requires_grad` are kept in the same way as those of a graph's own tensors.
 Reading a graph runs no code from the file. It imports the modules that callables are named to be in, if they are
 allowed (torch, operator, math, some builtins, and the packages that the caller allows), and looks attributes up in
 them. Torch then generates the code of the graph from names that were checked to be names. Calling the graph runs the
-functions that it names: run only graphs from people whose programs you would run.
+functions that it names: of a graph that someone else wrote, `computations.find_other_calls` finds those that may do
+more than compute.
 
 Start reading at `write_graph` and `read_graph`; `graph_modules` and `graph_nodes` have the tables.
 """
@@ -143,9 +144,23 @@ def write_values(values: Any, path: str | os.PathLike[str]) -> None:
     write_graph(_graph_returning(values), path)
 
 
-def read_values(path: str | os.PathLike[str], *, allow: Iterable[str] = ()) -> Any:
-    """Return the values that `write_values` wrote; takes `allow`, and raises, as `read_graph` does."""
-    return read_graph(path, allow=allow)()
+def read_values(
+    path: str | os.PathLike[str],
+    *,
+    allow: Iterable[str] = (),
+    require: Callable[[GraphModule], None] = lambda _: None,
+) -> Any:
+    """Return the values that `write_values` wrote; takes `allow`, and raises, as `read_graph` does.
+
+    ReportUnreadable if a value would have to be computed. `require` gets the graph of the values before it runs, and
+    raises if a value is refused.
+    """
+    graph = read_graph(path, allow=allow)
+    for node in graph.graph.nodes:
+        if node.op not in ("get_attr", "output"):
+            raise ReportUnreadable(f"{os.fspath(path)}: {node.name} is computed, and values are only read")
+    require(graph)
+    return graph()
 
 
 def require_writable(value: Any) -> None:

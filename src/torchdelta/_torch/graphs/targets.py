@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket, _higher_order_ops, _OpNamespace
 
-_BUILTINS = frozenset(
+BUILTINS = frozenset(
     {
         *("abs", "all", "any", "bool", "complex", "dict", "divmod", "enumerate", "float", "frozenset", "getattr"),
         *("hasattr", "hash", "int", "isinstance", "issubclass", "iter", "len", "list", "max", "min", "next", "pow"),
@@ -100,7 +100,7 @@ def _name_function(target: Any) -> str:
     """
     if not callable(target):
         raise ValueError(f"it is a {type(target).__name__}, which cannot be called")
-    module = _module_of(target)
+    module = home_of(target)
     path = getattr(target, "__qualname__", None) or getattr(target, "__name__", None)
     if module is None or path is None:
         raise ValueError(
@@ -132,7 +132,7 @@ def _guess_places(target: Any, module: str, path: str) -> Iterator[tuple[str, st
                 yield place, key
 
 
-def _module_of(target: Any) -> str | None:
+def home_of(target: Any) -> str | None:
     """Return the name of the module that a callable says it is defined in; None if it does not say."""
     owner = getattr(target, "__objclass__", target)
     module = getattr(owner, "__module__", None)
@@ -143,7 +143,7 @@ def _find_function(module: str, path: str, allow: tuple[str, ...]) -> Callable[.
     """Import a module and return the callable at a dotted path in it.
 
     Raise LookupError if there is none, or if `_refuse_unless_allowed` refuses the module, or the one that defines the
-    callable. Of the builtins only those in `_BUILTINS` are allowed, and of `operator` all but `_GETTERS`.
+    callable. Of the builtins only those in `BUILTINS` are allowed, and of `operator` all but `_GETTERS`.
     """
     place = _import(module, allow)
     match = _walk(place, path)
@@ -152,12 +152,12 @@ def _find_function(module: str, path: str, allow: tuple[str, ...]) -> Callable[.
     if not callable(match):
         raise LookupError(f"{module}:{path} cannot be called")
     # the callable may have been imported from another module
-    home = _module_of(match)
+    home = home_of(match)
     if home is not None and home != module:
         _refuse_unless_allowed(home, allow)
     if home in ("operator", "_operator") and getattr(match, "__name__", None) in _GETTERS:
         raise LookupError(f"{module}:{path} may take any attribute, which no traced graph does: it is not allowed")
-    if home == "builtins" and getattr(match, "__name__", None) not in _BUILTINS:
+    if home == "builtins" and getattr(match, "__name__", None) not in BUILTINS:
         raise LookupError(f"{module}:{path} is not one of the builtins that compute")
     return match  # type: ignore[no-any-return]
 
@@ -197,7 +197,7 @@ def _import(module: str, allow: Iterable[str]) -> ModuleType:
 
 def is_torchs_own(module: str) -> bool:
     """Tell whether a module is `builtins`, `operator`, `math` or one of torch's; `_LOADERS` count too."""
-    return module == "builtins" or any(_is_within(module, root) for root in _ROOTS)
+    return module == "builtins" or any(is_within(module, root) for root in _ROOTS)
 
 
 def _refuse_unless_allowed(module: str, allow: Iterable[str]) -> None:
@@ -206,15 +206,16 @@ def _refuse_unless_allowed(module: str, allow: Iterable[str]) -> None:
     A module of a package in `allow` may be used. So may `operator`, `math`, `builtins` and torch's own, except for
     those of torch in `_LOADERS`.
     """
-    if any(_is_within(module, package) for package in allow):
+    if any(is_within(module, package) for package in allow):
         return
-    if any(_is_within(module, loader) for loader in _LOADERS):
+    if any(is_within(module, loader) for loader in _LOADERS):
         raise LookupError(f"{module} runs code from elsewhere, which no traced graph does: it is not allowed")
     if not is_torchs_own(module):
         raise LookupError(f"{module} is not allowed: if you trust it, pass allow=({module.partition('.')[0]!r},)")
 
 
-def _is_within(module: str, package: str) -> bool:
+def is_within(module: str, package: str) -> bool:
+    """Tell whether a module is a package or in it, by their names."""
     return module == package or module.startswith(f"{package}.")
 
 

@@ -13,7 +13,7 @@ import random
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -55,12 +55,14 @@ _CONFIGS = (
 
 @contextmanager
 def preserved() -> Iterator[None]:
-    """Restore random generators, flags, environment and compiler settings after the body, even if it raises.
+    """Restore generators, flags, environment, working directory and compiler settings after the body.
 
-    The generators are those of torch, random and numpy, and the flags those of `_read_flags`. The settings are those of
-    dynamo, inductor, functorch and symbolic shapes, as far as they were imported before the body.
+    That holds even if it raises. The generators are those of torch, random and numpy, and the flags those of
+    `_read_flags`. The settings are those of dynamo, inductor, functorch and symbolic shapes, as far as they were
+    imported before the body. A working directory that is gone is not restored.
     """
     with _between_compilations():
+        place = _working_directory()
         flags = _read_flags()
         environment = dict(os.environ)
         configs = {name: sys.modules[name].get_config_copy() for name in _CONFIGS if name in sys.modules}
@@ -74,7 +76,18 @@ def preserved() -> Iterator[None]:
                 if dict(os.environ) != environment:
                     os.environ.clear()
                     os.environ.update(environment)
+                if place is not None and _working_directory() != place:
+                    with suppress(OSError):
+                        os.chdir(place)
                 _restore_flags(flags)
+
+
+def _working_directory() -> str | None:
+    """Return the working directory, or None if it was deleted."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return None
 
 
 @contextmanager
