@@ -180,7 +180,7 @@ def with_absolute_file(name: str) -> str:
 
 def with_absolute_files(options: CheckOptions) -> CheckOptions:
     """Return the options with the files of all code that they name made absolute, so that a process may move."""
-    names = {
+    names: dict[str, Any] = {
         key: with_absolute_file(value)
         for key in ("transform", "optimizer", "loss")
         if isinstance(value := getattr(options, key), str)
