@@ -533,3 +533,21 @@ def test_unused_state_may_have_the_names_that_the_tracer_would_give_it():
 
     assert report.verdict is Verdict.EQUIVALENT
     assert len(list(graph_modules[0].parameters())) == len(list(UnusedNames().parameters()))
+
+
+def test_a_program_that_is_compared_with_itself_was_not_tested():
+    model = Layers()
+    report = td.check(model, X, candidate=model)
+
+    assert report.verdict is Verdict.INCONCLUSIVE
+    assert "the candidate is the program itself" in report.stages[0].reason
+    assert td.check(model, X, candidate=copy.deepcopy(model)).verdict is Verdict.EQUIVALENT
+
+
+def test_a_program_that_was_compiled_in_place_is_compared_with_its_eager_self():
+    right, wrong = Layers(), Layers()
+    right.compile(backend=leave)
+    wrong.compile(backend=lambda graph_module, _: lambda *inputs: [each * 1.5 for each in graph_module(*inputs)])
+
+    assert td.check(right, X, candidate=right, stages="forward").verdict is Verdict.EQUIVALENT
+    assert td.check(wrong, X, candidate=wrong, stages="forward").verdict is Verdict.DIVERGED

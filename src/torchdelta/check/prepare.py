@@ -45,7 +45,7 @@ def prepare(
     # a module or a factory may change the working directory, and the user named the other files from the present one
     options = with_absolute_files(options)
     place = with_absolute_file(program) if isinstance(program, str) else ""
-    transform = options.transform if options.candidate is None else Replacement(options.candidate)
+    transform = options.transform if options.candidate is None else Replacement(options.candidate, program=program)
     if options.options and isinstance(transform, Transform):
         raise UsageError("options belong to a transform that is named or to a pass: this one was built without them")
     if isinstance(program, str):

@@ -32,11 +32,12 @@ class Replacement(Transform):
 
     traits = Traits(keeps_names=False, reads_program=False)
 
-    def __init__(self, call: Callable[..., Any]) -> None:
-        """Take the candidate; UsageError if it is not callable."""
+    def __init__(self, call: Callable[..., Any], *, program: object = None) -> None:
+        """Take the candidate, and the program that it replaces; UsageError if the candidate is not callable."""
         if not callable(call):
             raise UsageError(f"a candidate must be callable, and {type(call).__name__} is not")
         self.call = call
+        self.is_program = call is program and not compiles_itself(call)
 
     @contextmanager
     def apply(
@@ -44,13 +45,15 @@ class Replacement(Transform):
     ) -> Iterator[TransformedSide]:
         """Yield a side that runs a copy of the candidate on the inputs of this one; all calls count as transformed.
 
-        If `lifted`, the copy's tensors are in float64; TypeError if torch.compile made the candidate. ProgramError if
-        the candidate cannot be copied. `draws_random` and `seam` are not used.
+        A candidate that is the program itself, and that was not compiled in place, counts as unchanged. If `lifted`,
+        the copy's tensors are in float64; TypeError if torch.compile made the candidate. ProgramError if the candidate
+        cannot be copied. `draws_random` and `seam` are not used.
         """
         call = (
             _copy_lifted(self.call) if lifted else copy_together(self.call, name="the candidate", keeps_compiled=True)
         )
-        yield TransformedSide.counting_calls(_side_of(call, side, start=self.call))
+        changes = [False] if self.is_program else None
+        yield TransformedSide.counting_calls(_side_of(call, side, start=self.call), changes=changes)
 
 
 def _side_of(call: Callable[..., Any], side: Side, *, start: Callable[..., Any]) -> Side:
