@@ -237,7 +237,22 @@ def attends(x):
     return checkpoint(lambda value: value.exp(), chosen, use_reentrant=False), torch.zeros(3, device=x.device)
 
 
-def test_graphs_that_dynamo_makes_need_no_trust(place, monkeypatch):
+def chooses(x):
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+def derives(x):
+    return torch.func.jvp(torch.sin, (x,), (x,))
+
+
+def is_jagged(x):
+    return torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 1, 4])).sin().values()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated")  # torch's own, of forward derivatives
+@pytest.mark.parametrize("program", [attends, chooses, derives, is_jagged])
+def test_graphs_that_dynamo_makes_need_no_trust(program):
     graphs = []
 
     def backend(graph_module, example_inputs):
@@ -245,7 +260,7 @@ def test_graphs_that_dynamo_makes_need_no_trust(place, monkeypatch):
         return graph_module.forward
 
     torch._dynamo.reset()
-    torch.compile(attends, backend=backend, dynamic=True)(torch.randn(4, 4, requires_grad=True))
+    torch.compile(program, backend=backend, dynamic=True)(torch.randn(4, 4, requires_grad=True))
 
     assert [list(find_other_calls(graph)) for graph in graphs] == [[]]
 

@@ -36,6 +36,7 @@ _MODULES = (
     *("torch._functorch.eager_transforms", "torch._functorch.pyfunctorch", "torch._functorch.autograd_function"),
     *("torch._higher_order_ops", "torch._refs", "torch._prims", "torch._prims_common", "torch._decomp"),
     *("torch._lowrank", "torch._lobpcg", "torch.amp.autocast_mode", "torch.autograd.function", "torch.return_types"),
+    *("torch.autograd.forward_ad", "torch.nested._internal.nested_tensor"),
     *("torch.autograd.grad_mode", "torch.utils.checkpoint", "torch.random", "torch.sparse", "torch.masked"),
     *("torch.distributed._functional_collectives", "torch.fx.experimental.symbolic_shapes"),
     *("torch.ao.nn", "torch.ao.quantization.fake_quantize", "torch.ao.quantization.observer", "math"),
@@ -50,7 +51,7 @@ _OTHER_MODULES = (
 )
 """Modules inside of `_MODULES` whose functions import modules, run text, write files, or call methods by name."""
 _PUBLIC_MODULES = (
-    *("torch.utils.checkpoint", "torch.fx.experimental.symbolic_shapes", "torch.random", "torch.nn.attention"),
+    *("torch.utils.checkpoint", "torch.fx.experimental.symbolic_shapes", "torch.random"),
     *("torch._higher_order_ops", "torch._prims", "torch._prims_common", "torch._refs", "torch.ao", "torch.masked"),
 )
 """Modules of which functions with an underscore in front do not count: some return a module or operator by its name."""
@@ -64,7 +65,8 @@ _FUNCTIONS = (
     *("_assert", "_check", "cond", "is_tensor", "typename", "while_loop", "vmap"),
     *("autocast_increment_nesting", "autocast_decrement_nesting", "clear_autocast_cache", "is_autocast_enabled"),
     *("set_autocast_enabled", "set_autocast_dtype", "set_autocast_cache_enabled", "is_autocast_cache_enabled"),
-    *("_set_grad_enabled", "is_grad_enabled", "get_default_dtype", "is_inference_mode_enabled"),
+    *("_set_grad_enabled", "_set_fwd_grad_enabled", "is_grad_enabled", "is_inference_mode_enabled"),
+    "get_default_dtype",
 )
 """Functions of `torch` and `torch._C` themselves that compute or set such a mode, besides those on tensors."""
 _MODES = (
