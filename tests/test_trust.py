@@ -246,12 +246,16 @@ def derives(x):
     return torch.func.jvp(torch.sin, (x,), (x,))
 
 
+def reads_data(x):
+    return x.data * 2
+
+
 def is_jagged(x):
     return torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 1, 4])).sin().values()
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated")  # torch's own, of forward derivatives
-@pytest.mark.parametrize("program", [attends, chooses, derives, is_jagged])
+@pytest.mark.parametrize("program", [attends, chooses, derives, reads_data, is_jagged])
 def test_graphs_that_dynamo_makes_need_no_trust(program):
     graphs = []
 
