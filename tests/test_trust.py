@@ -254,6 +254,16 @@ def is_jagged(x):
     return torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 1, 4])).sin().values()
 
 
+def test_a_type_of_an_input_needs_no_trust(place):
+    path = place / "recorded" / "graph.json"
+    document = json.loads(path.read_text())
+    document["modules"][-1]["nodes"][0]["type"] = "function torch._subclasses.fake_tensor:FakeTensor"
+    path.write_text(json.dumps(document, separators=(",", ":")))  # as torchdelta writes it
+
+    assert trust_flags(place / "recorded") == []
+    recordings.read(place / "recorded")
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated")  # torch's own, of forward derivatives
 @pytest.mark.parametrize("program", [attends, chooses, derives, reads_data, is_jagged])
 def test_graphs_that_dynamo_makes_need_no_trust(program):

@@ -266,7 +266,8 @@ def _calls_installed_code(file: Path, recording: Recording) -> bool:
     Functions of code that is not installed do not count, because the folder of that code has to be trusted anyway.
     """
     try:
-        names = set(re.findall(r'"(function [\w.]+:[\w.]+)"', file.read_text(encoding="utf-8")))
+        # an annotation of a node is a type, and is not called
+        names = set(re.findall(r'(?<!"type":)"(function [\w.]+:[\w.]+)"', file.read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return False
     for name in sorted(names):
