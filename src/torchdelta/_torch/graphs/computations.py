@@ -73,7 +73,7 @@ _MODES = (
     torch._C._log_api_usage_once,
     torch._C._autograd._saved_tensors_hooks_disable,
     torch._C._autograd._saved_tensors_hooks_enable,
-    torch._C._autograd._get_data_attr,
+    getattr(torch._C._autograd, "_get_data_attr", None),
 )
 """Functions that dynamo puts into graphs, and that do no harm; the last one reads `x.data`."""
 _STARTS = ("sym_", "_sym_", "_check_", "_constrain_as_")
