@@ -7,7 +7,6 @@ Start with `run_script`.
 from __future__ import annotations
 
 import builtins
-import contextlib
 import importlib.machinery
 import importlib.util
 import io
@@ -188,8 +187,10 @@ def _print_to_stderr(value: object) -> None:
     if stderr is None:
         return
     for each in (value, "\n"):
-        with contextlib.suppress(Exception):
+        try:
             print(each, file=stderr, end="")
+        except Exception:  # any, because the stream and the value may be the script's own
+            continue
 
 
 def _print_error(error: BaseException) -> ScriptEnding:
