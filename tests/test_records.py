@@ -261,5 +261,8 @@ class TestSignature:
         assert normalise("cannot lower it at 7f5e301c22d0") == "cannot lower it at #"
         assert normalise("defaced facade beef1") == "defaced facade beef#"
 
+    def test_takes_a_fraction_of_many_digits_for_one_number(self):
+        assert normalise("an error of 1.2345678e-07") == normalise("an error of 1.5") == "an error of #"
+
     def test_a_long_word_does_not_take_forever(self):
         assert normalise("a" * 200_000) == "a" * 200_000

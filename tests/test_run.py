@@ -241,6 +241,16 @@ class TestAScriptIsWhatItIsUnderPython:
         assert guarded.stderr.startswith("late\n")
         assert "nothing in it was compiled" in summary_of(guarded)
 
+    def test_when_a_thread_of_it_uses_a_pool_after_its_end(self, folder):
+        imports = "import threading, time\nfrom concurrent.futures import ThreadPoolExecutor\n"
+        work = "def work():\n    time.sleep(0.3)\n    ThreadPoolExecutor(1).submit(int).result()\n"
+        (folder / "script.py").write_text(f"{imports}{work}threading.Thread(target=work).start()")
+
+        guarded = run("script.py", timeout=60)
+
+        assert guarded.returncode == 0
+        assert "nothing in it was compiled" in summary_of(guarded)
+
     def test_when_it_forks(self, folder):
         (folder / "script.py").write_text(
             "import os, sys\npid = os.fork()\nif pid:\n    os.waitpid(pid, 0)\nelse:\n    sys.exit(0)\n"

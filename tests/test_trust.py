@@ -113,10 +113,19 @@ def method(name, *args):
 TOUCH = "touch ran"
 SOURCE = "open('ran', 'w')"
 CHECKPOINT = "function torch.utils.checkpoint:checkpoint"
+SHAPES = "torch.fx.experimental.symbolic_shapes"
+SYMPIFY = "function sympy.core.sympify:sympify"
+EXPRESSION = "__import__('os').system('touch ran')"
 HOSTILE_CALLS = {
     "a function of torch that starts a program": [calling("function torch.utils.collect_env:run", TOUCH)],
     "one that runs text": [calling("function torch.fx.graph_module:_exec_with_source", SOURCE, {"dict": []})],
     "one that is in a class": [calling("function torch._inductor.codecache:PyCodeCache.load", SOURCE)],
+    "a method that runs text": [calling(f"function {SHAPES}:ShapeEnv.evaluate_guards_expression", 1, EXPRESSION, "")],
+    "a module that a function returns": [
+        calling(f"{CHECKPOINT.removesuffix('checkpoint')}_get_device_module", "os"),
+        method("rename", "theirs", "ran"),
+    ],
+    "one that imports a module": [calling("function torch.nn.attention._fa3:_fa3_import_module", "theirs.evil")],
     "one that writes a file": [calling("function torch:from_file", "ran", True, 1)],
     "an operator that writes a file": [calling("operator aten::from_file", "ran", True, 1)],
     "a method of an array": [{**method("numpy"), "args": [{"node": "x"}]}, method("tofile", "ran")],
@@ -138,9 +147,7 @@ HOSTILE_CALLS = {
         calling("function operator:call", {"node": "first"}, {"node": "x"}),
     ],
     "an attribute with underscores": [calling("function builtins:getattr", {"node": "x"}, "__class__")],
-    "a function of an installed package": [
-        calling("function sympy.core.sympify:sympify", "__import__('os').system('touch ran')")
-    ],
+    "a function of an installed package": [calling(SYMPIFY, EXPRESSION)],
     "a function of torch that it imports": [calling("function torch.hub:load", ".", "x")],
 }
 """Nodes before the others of a graph whose input is `x`; the first of them is called `first`."""
@@ -156,23 +163,56 @@ def with_nodes(place, file, added):
     return str(place / "recorded")
 
 
+def test_a_recorded_graph_hides_no_function_among_the_keys_of_an_attribute(place):
+    changed(place, imports=["sympy"])
+    path = place / "recorded" / "graph.json"
+    document = json.loads(path.read_text())
+    document["modules"][-1]["attributes"] = {"hidden": {"dict": [[{"target": SYMPIFY}, 1]]}}
+    path.write_text(json.dumps(document))
+    directory = with_nodes(place, "graph.json", [{"op": "get_attr", "target": "hidden", "args": []}])
+
+    with pytest.raises(td.UsageError, match="first reads hidden"):
+        td.check(directory, transform="eager")
+
+
 @pytest.mark.parametrize("name", HOSTILE_CALLS)
 def test_a_recorded_graph_may_only_call_what_computes(place, name, monkeypatch):
     monkeypatch.chdir(place)
     changed(place, imports=["sympy", "torch.hub"])
     directory = with_nodes(place, "graph.json", HOSTILE_CALLS[name])
 
-    with pytest.raises(td.UsageError, match=rf"graph\.json: .* --trust {directory}"):
+    # some are not even looked up
+    with pytest.raises(
+        (td.UsageError, td.ReportUnreadable),
+        match=rf"graph\.json: .*( --trust {directory}|, which no traced graph does)",
+    ):
         td.check(directory, transform="eager")
     assert not pathlib.Path("ran").exists()
 
 
 def test_recorded_inputs_are_read_and_not_computed(place, monkeypatch):
     monkeypatch.chdir(place)
-    directory = with_nodes(place, "inputs.json", HOSTILE_CALLS["a function of torch that starts a program"])
+    directory = with_nodes(place, "inputs.json", HOSTILE_CALLS["one that writes a file"])
 
     with pytest.raises(td.ReportUnreadable, match="first is computed, and values are only read"):
         td.check(directory, transform="eager")
+    assert not pathlib.Path("ran").exists()
+
+
+def test_recorded_inputs_are_in_no_structure_that_is_built_by_a_call(place, monkeypatch):
+    monkeypatch.chdir(place)
+    changed(place, imports=["sympy"])
+    tree = {"type": "namedtuple", "context": {"target": SYMPIFY}, "children": [None]}
+    empty = [{"type": kind, "context": context, "children": []} for kind, context in (("tuple", None), ("dict", []))]
+    taken = {"type": "tuple", "context": None, "children": empty}
+    path = place / "recorded" / "inputs.json"
+    document = json.loads(path.read_text())
+    document["modules"][-1]["convention"] = {"names": [], "taken": taken, "returned": {"tree": tree}}
+    document["modules"][-1]["nodes"][-1]["args"] = [[EXPRESSION]]
+    path.write_text(json.dumps(document))
+
+    with pytest.raises(td.UsageError, match=r"the graph takes or returns a structure, and calls sympy"):
+        td.check(str(place / "recorded"), transform="eager")
     assert not pathlib.Path("ran").exists()
 
 
@@ -197,7 +237,36 @@ def attends(x):
     return checkpoint(lambda value: value.exp(), chosen, use_reentrant=False), torch.zeros(3, device=x.device)
 
 
-def test_graphs_that_dynamo_makes_need_no_trust(place, monkeypatch):
+def chooses(x):
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+def derives(x):
+    return torch.func.jvp(torch.sin, (x,), (x,))
+
+
+def reads_data(x):
+    return x.data * 2
+
+
+def is_jagged(x):
+    return torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 1, 4])).sin().values()
+
+
+def test_a_type_of_an_input_needs_no_trust(place):
+    path = place / "recorded" / "graph.json"
+    document = json.loads(path.read_text())
+    document["modules"][-1]["nodes"][0]["type"] = "function torch._subclasses.fake_tensor:FakeTensor"
+    path.write_text(json.dumps(document, separators=(",", ":")))  # as torchdelta writes it
+
+    assert trust_flags(place / "recorded") == []
+    recordings.read(place / "recorded")
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated")  # torch's own, of forward derivatives
+@pytest.mark.parametrize("program", [attends, chooses, derives, reads_data, is_jagged])
+def test_graphs_that_dynamo_makes_need_no_trust(program):
     graphs = []
 
     def backend(graph_module, example_inputs):
@@ -205,7 +274,7 @@ def test_graphs_that_dynamo_makes_need_no_trust(place, monkeypatch):
         return graph_module.forward
 
     torch._dynamo.reset()
-    torch.compile(attends, backend=backend, dynamic=True)(torch.randn(4, 4, requires_grad=True))
+    torch.compile(program, backend=backend, dynamic=True)(torch.randn(4, 4, requires_grad=True))
 
     assert [list(find_other_calls(graph)) for graph in graphs] == [[]]
 
@@ -220,7 +289,7 @@ def test_functions_of_tensors_compute():
 
     assert {"numpy", "untyped_storage", "apply_"} <= refused
     assert len(refused) < 30
-    for function in (torch.zeros, torch.nn.functional.max_pool2d, torch.linalg.inv, torch.sym_max, math.sqrt):
+    for function in (torch.zeros, torch.nn.functional.max_pool2d, torch.linalg.inv, torch.manual_seed, math.sqrt):
         assert is_computation(function)
     for function in (torch.from_file, torch.load, torch.compile, torch.hub.load, os.system, getattr):
         assert not is_computation(function)

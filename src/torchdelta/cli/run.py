@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import sys
@@ -134,10 +133,7 @@ def _sum_up(compiles: GuardedCompiles, ending: ScriptEnding, *, strict: bool) ->
     a watched pass changed a result, it is an ending with status 1. After Ctrl-C guards are not finished, so that
     culprits are not looked for.
     """
-    # Python itself reports when it exits that a stream of the script's own, or a closed pipe, cannot be flushed
-    with contextlib.suppress(Exception):
-        if sys.stdout is not None:
-            sys.stdout.flush()
+    _flush_stdout()
     if not ending.is_interrupted:
         with console_for(tolerant(sys.__stderr__)).status("looking into what was found", spinner="dots") as status:
             compiles.finish(tell=lambda part: status.update(Text(part)))
@@ -149,6 +145,14 @@ def _sum_up(compiles: GuardedCompiles, ending: ScriptEnding, *, strict: bool) ->
     if strict and ending.status == 0 and _is_wrong(summary, watched):
         return ScriptEnding(status=EXIT_OF[Verdict.DIVERGED])
     return ending
+
+
+def _flush_stdout() -> None:
+    """Flush `sys.stdout` if it can be: it may be closed, None, or a stream of the script's own without `flush`."""
+    try:
+        sys.stdout.flush()
+    except Exception:  # Python itself reports it when it exits
+        return
 
 
 def _is_wrong(summary: GuardSummary, watched: PassSummary | None) -> bool:

@@ -7,7 +7,6 @@ Start with `run_script`.
 from __future__ import annotations
 
 import builtins
-import contextlib
 import importlib.machinery
 import importlib.util
 import io
@@ -188,8 +187,10 @@ def _print_to_stderr(value: object) -> None:
     if stderr is None:
         return
     for each in (value, "\n"):
-        with contextlib.suppress(Exception):
+        try:
             print(each, file=stderr, end="")
+        except Exception:  # any, because the stream and the value may be the script's own
+            continue
 
 
 def _print_error(error: BaseException) -> ScriptEnding:
@@ -228,11 +229,16 @@ def _await_threads() -> None:
 
     Threads that these start are waited for too.
     """
-    pools = sys.modules.get("concurrent.futures.thread")
-    # Python itself ends the workers of a pool at exit: waiting for them here would never end
-    workers = set(getattr(pools, "_threads_queues", ()))
-    spared = {threading.current_thread(), *workers}
     # a thread may start others before it ends
-    while threads := [each for each in threading.enumerate() if not each.daemon and each not in spared]:
+    while threads := [each for each in threading.enumerate() if not each.daemon and each not in _spared_threads()]:
         for thread in threads:
             thread.join()
+
+
+def _spared_threads() -> set[threading.Thread]:
+    """Return this thread and the workers of pools so far.
+
+    Python itself ends the workers of a pool at exit: waiting for them here would never end.
+    """
+    pools = sys.modules.get("concurrent.futures.thread")
+    return {threading.current_thread(), *getattr(pools, "_threads_queues", ())}

@@ -155,10 +155,11 @@ def read(directory: str | os.PathLike[str]) -> tuple[Program, Recording]:
     if not (place / GRAPH).exists():
         raise ProgramError(f"{place} has no graph that could be run{_explain_lacks(recording)}")
     allow = make_ready(recording, place)
+    if is_trusted(place):  # then its graph may call what no traced graph calls, too
+        allow = (*allow, *targets.ROOTS)
     try:
-        graph = read_graph(place / GRAPH, allow=allow)
+        graph = graphs.flatten_signature(read_graph(place / GRAPH, allow=allow))
         _require_computing(graph, place / GRAPH)
-        graph = graphs.flatten_signature(graph)
         values = read_values(
             place / INPUTS, allow=allow, require=lambda of_values: _require_computing(of_values, place / INPUTS)
         )
@@ -265,7 +266,8 @@ def _calls_installed_code(file: Path, recording: Recording) -> bool:
     Functions of code that is not installed do not count, because the folder of that code has to be trusted anyway.
     """
     try:
-        names = set(re.findall(r'"(function [\w.]+:[\w.]+)"', file.read_text(encoding="utf-8")))
+        # an annotation of a node is a type, and is not called
+        names = set(re.findall(r'(?<!"type":)"(function [\w.]+:[\w.]+)"', file.read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return False
     for name in sorted(names):

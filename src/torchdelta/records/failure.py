@@ -22,8 +22,8 @@ _VOLATILE = (
     (re.compile(r"\b0x[0-9a-fA-F]+"), "…"),
     (re.compile(r"(?<![\w.+~-])(?:[\w.+~-]*/)+"), ""),
     (re.compile(r"\b(cpp|triton)_fused_\w+"), r"\1_fused_…"),
-    # an address or a hash without 0x; the two conditions come first, so that words and plain numbers stay
-    (re.compile(r"\b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{8,}\b"), "#"),
+    # an address or a hash without 0x; the conditions come first, so that words, plain numbers and fractions stay
+    (re.compile(r"(?<!\d\.)\b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{8,}\b"), "#"),
     (re.compile(r"-?\d[\d.]*(?:e[-+]?\d+)?"), "#"),
     (re.compile(r"\s+"), " "),
 )

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule
 
-from torchdelta._torch.graphs import targets
+from torchdelta._torch.graphs import graphs, targets
 from torchdelta._torch.modes import outside
 from torchdelta.errors import ReportUnreadable, TorchDeltaError, UsageError
 from torchdelta.records.codec import decode, encode
@@ -160,7 +160,8 @@ def read_values(
         if node.op not in ("get_attr", "output"):
             raise ReportUnreadable(f"{os.fspath(path)}: {node.name} is computed, and values are only read")
     require(graph)
-    return graph()
+    # values are not in structures of their own, which torch would call classes to build
+    return graphs.flatten_signature(graph)()
 
 
 def require_writable(value: Any) -> None:

@@ -6,21 +6,26 @@ operators, the functions and methods of tensors, `torch.nn.functional` and its n
 functions that a package declared fit for graphs (`torch.compiler.allow_in_graph`).
 
 A graph could also reach a function through an attribute, as in `x.numpy().tofile(path)`. So methods and attributes are
-those of tensors and of plain values, without the ones that lead out of them. Start with `find_other_calls`.
+those of tensors and of plain values, without the ones that lead out of them. And a graph that takes or returns pytrees
+builds them by calling their classes. Start with `find_other_calls`.
 """
 
 from __future__ import annotations
 
+import collections
 import operator
+import sys
 import types
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch._dynamo import trace_rules
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
-from torch.fx import GraphModule, Node
-from torch.fx.node import map_aggregate
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.graph import _PyTreeCodeGen
+from torch.utils._pytree import TreeSpec
 
 from torchdelta._torch.graphs.targets import BUILTINS, home_of, is_within
 
@@ -31,6 +36,7 @@ _MODULES = (
     *("torch._functorch.eager_transforms", "torch._functorch.pyfunctorch", "torch._functorch.autograd_function"),
     *("torch._higher_order_ops", "torch._refs", "torch._prims", "torch._prims_common", "torch._decomp"),
     *("torch._lowrank", "torch._lobpcg", "torch.amp.autocast_mode", "torch.autograd.function", "torch.return_types"),
+    *("torch.autograd.forward_ad", "torch.nested._internal.nested_tensor"),
     *("torch.autograd.grad_mode", "torch.utils.checkpoint", "torch.random", "torch.sparse", "torch.masked"),
     *("torch.distributed._functional_collectives", "torch.fx.experimental.symbolic_shapes"),
     *("torch.ao.nn", "torch.ao.quantization.fake_quantize", "torch.ao.quantization.observer", "math"),
@@ -38,6 +44,19 @@ _MODULES = (
 """Modules whose functions compute, or set a mode that holds while the graph runs; those inside of them too."""
 _PACKAGES = ("torch.autograd", "torch.nested")
 """Packages of which only their own functions count, and not their modules, such as `torch.autograd.profiler`."""
+_OTHER_MODULES = (
+    *("torch.nn.attention._fa3", "torch.nn.attention._fa4", "torch.sparse._triton_ops_meta"),
+    *("torch._higher_order_ops.invoke_leaf_function", "torch._higher_order_ops.torchbind"),
+    *("torch._higher_order_ops.triton_kernel_wrap",),
+)
+"""Modules inside of `_MODULES` whose functions import modules, run text, write files, or call methods by name."""
+_PUBLIC_MODULES = (
+    *("torch.utils.checkpoint", "torch.fx.experimental.symbolic_shapes", "torch.random"),
+    *("torch._higher_order_ops", "torch._prims", "torch._prims_common", "torch._refs", "torch.ao", "torch.masked"),
+)
+"""Modules of which functions with an underscore in front do not count: some return a module or operator by its name."""
+_LOOKUPS = ("get_aten_op",)
+"""Public functions of these modules that return an operator by its name."""
 _TYPES = (
     *(torch.Size, torch.device, torch.dtype, torch.layout, torch.memory_format, torch.finfo, torch.iinfo),
     *(torch.Tensor, torch.nn.Parameter, torch.Generator, torch.SymInt, torch.SymFloat, torch.SymBool),
@@ -46,15 +65,17 @@ _FUNCTIONS = (
     *("_assert", "_check", "cond", "is_tensor", "typename", "while_loop", "vmap"),
     *("autocast_increment_nesting", "autocast_decrement_nesting", "clear_autocast_cache", "is_autocast_enabled"),
     *("set_autocast_enabled", "set_autocast_dtype", "set_autocast_cache_enabled", "is_autocast_cache_enabled"),
-    *("_set_grad_enabled", "is_grad_enabled", "get_default_dtype", "is_inference_mode_enabled"),
+    *("_set_grad_enabled", "_set_fwd_grad_enabled", "is_grad_enabled", "is_inference_mode_enabled"),
+    "get_default_dtype",
 )
 """Functions of `torch` and `torch._C` themselves that compute or set such a mode, besides those on tensors."""
 _MODES = (
     torch._C._log_api_usage_once,
     torch._C._autograd._saved_tensors_hooks_disable,
     torch._C._autograd._saved_tensors_hooks_enable,
+    getattr(torch._C._autograd, "_get_data_attr", None),
 )
-"""Functions that dynamo puts into graphs, and that do not compute, but do no harm."""
+"""Functions that dynamo puts into graphs, and that do no harm; the last one reads `x.data`."""
 _STARTS = ("sym_", "_sym_", "_check_", "_constrain_as_")
 _FILES = ("from_file", "save", "load_tensor")
 """Names of operators and functions that read or write a file."""
@@ -72,6 +93,18 @@ _SPECIAL = ("__len__", "__bool__", "__int__", "__float__", "__complex__", "__ite
 _PLAIN = (torch.Tensor, torch.Size, torch.Generator, tuple, list, dict, set, str, int, float, complex, slice)
 _FIELDS = ("type", "index", "start", "stop", "step", "values", "indices", "itemsize", "max", "min", "eps", "tiny")
 """Attributes of devices, slices, dtypes and named results."""
+_TREES = (
+    tuple,
+    list,
+    dict,
+    collections.OrderedDict,
+    collections.deque,
+    collections.defaultdict,
+    collections.namedtuple,
+)
+"""Structures of which torch builds a pytree; it calls what the context of the last two has."""
+_NOT_CALLED = (Node, torch.nn.Module, torch.Tensor, torch.device, weakref.ref)
+"""Callable values that are looked at elsewhere, or that run no code of others."""
 _OWN = frozenset(vars(torch.nn.Module()))
 """The attributes that torch itself keeps in every module."""
 
@@ -80,7 +113,8 @@ def find_other_calls(graph_module: GraphModule, may_call: Callable[[Any], bool] 
     """Yield in words each call of a graph, and of the graphs in it, that may do more than compute.
 
     `may_call` tells whether the user trusts a function or a class of modules that is not known to compute. Functions
-    count even if they are only arguments, or attributes of a module that the graph calls.
+    count even if they are only arguments, attributes of a module that the graph calls, or what builds a structure that
+    a graph takes or returns.
     """
 
     def is_fine(value: Any) -> bool:
@@ -91,6 +125,9 @@ def find_other_calls(graph_module: GraphModule, may_call: Callable[[Any], bool] 
         if isinstance(module, GraphModule):
             for node in module.graph.nodes:
                 yield from (f"{where}{node.name} {words}" for words in _other_calls(module, node, is_fine))
+            for each in _callables(_trees(module.graph)):
+                if not is_fine(each):
+                    yield f"{path or 'the graph'} takes or returns a structure, and calls {_named(each)}"
             continue
         if not is_fine(type(module)):
             yield f"{where.rstrip('.')} is a module of {_named(type(module))}"
@@ -120,7 +157,7 @@ def is_computation(target: Any) -> bool:
     if home in ("torch", "torch._C", "torch._VF", "torch._jit_internal", None):
         return _is_torchs_computation(target, name)
     if home in _PACKAGES or any(is_within(str(home), module) for module in _MODULES):
-        return True
+        return _is_own_function(target, str(home), name)
     return trace_rules.is_callable_allowed(target)
 
 
@@ -134,6 +171,21 @@ def _is_torchs_computation(target: Any, name: str) -> bool:
     is_dispatcher = home_of(target) == "torch._jit_internal" and any(value is target for value in dispatchers)
     is_own = home_of(target) in ("torch", "torch._C")
     return is_dispatcher or (is_own and (name in _FUNCTIONS or name.startswith(_STARTS)))
+
+
+def _is_own_function(target: Any, home: str, name: str) -> bool:
+    """Tell whether a callable of `home`, one of `_MODULES`, computes: a class, or a function at the top of the module.
+
+    Methods do not count, because some run text, such as `ShapeEnv.evaluate_symexpr` of torch's symbolic shapes.
+    """
+    if isinstance(target, type):
+        return True
+    if name.startswith("__") or name in _LOOKUPS or any(is_within(home, module) for module in _OTHER_MODULES):
+        return False
+    if name.startswith("_") and any(is_within(home, module) for module in _PUBLIC_MODULES):
+        return False
+    # `torch.manual_seed` is another object than the function of its own module
+    return any(value is target for module in (home, "torch") for value in vars(sys.modules[module]).values())
 
 
 def is_method(name: str) -> bool:
@@ -177,17 +229,28 @@ def _other_calls(module: GraphModule, node: Node, is_fine: Callable[[Any], bool]
             yield f"hands on {_named(each)}"
 
 
+def _trees(graph: Graph) -> tuple[Any, ...]:
+    """Return the descriptions of the pytrees that a graph takes and returns; empty if it takes and returns none."""
+    info = graph._codegen.pytree_info if isinstance(graph._codegen, _PyTreeCodeGen) else None
+    return () if info is None else (info.in_spec, info.out_spec)
+
+
 def _callables(value: Any) -> list[Any]:
-    """Return the callables in nested values, without nodes, modules, tensors and devices."""
-    found: list[Any] = []
+    """Return the callables in nested values, without nodes, modules, tensors, weak references and devices.
 
-    def collect(item: Any) -> Any:
-        if callable(item) and not isinstance(item, (Node, torch.nn.Module, torch.Tensor, torch.device)):
-            found.append(item)
-        return item
-
-    map_aggregate(value, collect)
-    return found
+    Of a description of a pytree, these are the classes that torch calls to build it, except for those in `_TREES`, and
+    the callables in their contexts.
+    """
+    if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
+        return [each for item in value for each in _callables(item)]
+    if isinstance(value, Mapping):
+        return [each for item in (*value.keys(), *value.values()) for each in _callables(item)]
+    if isinstance(value, slice):
+        return _callables((value.start, value.stop, value.step))
+    if isinstance(value, TreeSpec):
+        kind = () if value.is_leaf() or value.type in _TREES else value.type
+        return _callables((kind, value.context, value.children()))
+    return [value] if callable(value) and not isinstance(value, _NOT_CALLED) else []
 
 
 def _named(target: Any) -> str:

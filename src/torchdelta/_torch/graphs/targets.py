@@ -30,7 +30,8 @@ BUILTINS = frozenset(
     }
 )
 """Builtins that neither run text as code nor open files."""
-_ROOTS = ("torch", "operator", "_operator", "math")
+ROOTS = ("torch", "operator", "_operator", "math")
+"""Packages of which a graph may use everything but `_LOADERS` and `_GETTERS`; these too if a caller allows them."""
 _LOADERS = (
     *("torch.hub", "torch.serialization", "torch.package", "torch.utils.cpp_extension", "torch.utils.model_zoo"),
     *("torch.jit", "torch.ops", "torch._ops", "torch.fx.graph_module", "torch.testing._internal.common_utils"),
@@ -143,7 +144,8 @@ def _find_function(module: str, path: str, allow: tuple[str, ...]) -> Callable[.
     """Import a module and return the callable at a dotted path in it.
 
     Raise LookupError if there is none, or if `_refuse_unless_allowed` refuses the module, or the one that defines the
-    callable. Of the builtins only those in `BUILTINS` are allowed, and of `operator` all but `_GETTERS`.
+    callable. Of the builtins only those in `BUILTINS` are allowed, and of `operator` all but `_GETTERS`, unless `allow`
+    has it.
     """
     place = _import(module, allow)
     match = _walk(place, path)
@@ -155,7 +157,8 @@ def _find_function(module: str, path: str, allow: tuple[str, ...]) -> Callable[.
     home = home_of(match)
     if home is not None and home != module:
         _refuse_unless_allowed(home, allow)
-    if home in ("operator", "_operator") and getattr(match, "__name__", None) in _GETTERS:
+    is_getter = home in ("operator", "_operator") and getattr(match, "__name__", None) in _GETTERS
+    if is_getter and home not in allow:
         raise LookupError(f"{module}:{path} may take any attribute, which no traced graph does: it is not allowed")
     if home == "builtins" and getattr(match, "__name__", None) not in BUILTINS:
         raise LookupError(f"{module}:{path} is not one of the builtins that compute")
@@ -197,7 +200,7 @@ def _import(module: str, allow: Iterable[str]) -> ModuleType:
 
 def is_torchs_own(module: str) -> bool:
     """Tell whether a module is `builtins`, `operator`, `math` or one of torch's; `_LOADERS` count too."""
-    return module == "builtins" or any(is_within(module, root) for root in _ROOTS)
+    return module == "builtins" or any(is_within(module, root) for root in ROOTS)
 
 
 def _refuse_unless_allowed(module: str, allow: Iterable[str]) -> None:
