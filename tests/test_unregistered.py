@@ -1616,3 +1616,23 @@ def test_gradients_that_a_call_leaves_on_unregistered_tensors_are_compared():
     report = td.check(TrainsItself(), (X,), candidate=TrainsItself(scale=2))
 
     assert "attributes['held'][0].grad" in diverged(report)
+
+
+class AnyAttribute:
+    """An object that has every attribute, as a proxy or a lenient configuration has."""
+
+    def __getattr__(self, name):
+        if name.startswith("__") and name != "__wrapped__":
+            raise AttributeError(name)
+        return AnyAttribute()
+
+
+class Configured(nn.Module):
+    settings = AnyAttribute()
+
+    def forward(self, x):
+        return x.sin()
+
+
+def test_an_object_of_a_class_that_has_every_attribute_is_not_unwrapped_for_ever():
+    assert td.check(Configured(), (X,), candidate=torch.sin).verdict is EQUIVALENT

@@ -25,6 +25,7 @@ import datetime
 import decimal
 import fractions
 import functools
+import inspect
 import pathlib
 import sys
 import threading
@@ -600,7 +601,9 @@ def _functions_in(member: Any) -> list[FunctionType]:
     for part in (member.fget, member.fset, member.fdel) if isinstance(member, property) else (member,):
         inner = getattr(part, "__func__", getattr(part, "func", part))
         while inner is not None and not any(inner is function for function in functions):
-            wrapped = getattr(inner, "__wrapped__", None)
+            # not of an object that makes up any attribute, such as a proxy: it would be unwrapped for ever
+            is_wrapper = inspect.getattr_static(inner, "__wrapped__", None) is not None
+            wrapped = getattr(inner, "__wrapped__", None) if is_wrapper else None
             if isinstance(inner, FunctionType) and (wrapped is None or not copies.is_installed(inner)):
                 functions.append(inner)
             inner = wrapped
