@@ -377,12 +377,14 @@ class _Walk:
 
         Attributes of the user's on registered tensors are yielded too. Attributes that are caches (`is_cache`) are left
         out. A module that was met before yields nothing. The attributes of one that all sides share are added to
-        `shared`.
+        `shared`, and so is which parameters, buffers and submodules it has.
         """
         if not self._is_new(module, place):
             return
         if place.is_shared:
             self._remember(module)
+            for registry in modules.registries_of(module):
+                self.shared.contents[id(registry)] = (registry, registry.copy())
         yield from self._visit_class(type(module))
         place = dataclasses.replace(place, is_installed=False)
         for name, value in modules.own_attributes(module).items():
