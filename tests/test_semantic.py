@@ -1,5 +1,7 @@
 """The semantic question: what a native run in a narrow dtype cannot see shows in float64, and rounding does not."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -637,6 +639,34 @@ def test_weights_that_are_copies_under_other_names_are_not_rounded(scale, verdic
     reference = Apart().to(torch.bfloat16)
 
     report = td.check(reference, (X,), candidate=Joined(reference.layers, scale), stages="forward")
+
+    assert report.verdict is verdict
+
+
+class Widening(nn.Module):
+    """Two layers of different widths, with biases of zeros."""
+
+    def __init__(self, scale=1.0, **layers):
+        super().__init__()
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+        self.scale = scale
+
+    def forward(self, x):
+        narrow, wide = self.children()
+        return wide(narrow(x).tanh() * self.scale).softmax(-1)
+
+
+@pytest.mark.parametrize(("scale", "verdict"), [(1.0, EQUIVALENT), (1.005, DIVERGED)])
+def test_copies_of_zeros_of_several_lengths_are_not_rounded(scale, verdict):
+    torch.manual_seed(0)
+    layers = [nn.Linear(32, 32), nn.Linear(32, 64)]
+    for layer in layers:
+        nn.init.zeros_(layer.bias)
+    reference = Widening(narrow=layers[0], wide=layers[1]).to(torch.bfloat16)
+    candidate = Widening(scale, first=copy.deepcopy(layers[0]), second=copy.deepcopy(layers[1]))
+
+    report = td.check(reference, (X,), candidate=candidate, stages="forward")
 
     assert report.verdict is verdict
 

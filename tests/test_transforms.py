@@ -558,3 +558,27 @@ def test_a_candidate_that_calls_something_compiled_is_not_asked_in_float64():
     report = td.check(model, (X,), candidate=lambda x: compiled(x))
 
     assert "the candidate was compiled before" in report.questions.semantic
+
+
+@torch.compile(backend="eager")
+def compiled_once(x):
+    return x * 1.0
+
+
+class CompiledForward(Tanh):
+    @torch.compile(backend="eager")
+    def forward(self, x):
+        return torch.tanh(self.linear(x))
+
+
+class CallsCompiled(Tanh):
+    def forward(self, x):
+        return torch.tanh(self.linear(compiled_once(x)))
+
+
+@pytest.mark.parametrize("make", [CompiledForward, CallsCompiled])
+def test_a_candidate_whose_methods_are_or_call_something_compiled_is_not_asked_in_float64(make):
+    report = td.check(Tanh(), (X,), candidate=make())
+
+    assert report.verdict is Verdict.EQUIVALENT
+    assert "the candidate was compiled before" in report.questions.semantic

@@ -1616,3 +1616,46 @@ def test_gradients_that_a_call_leaves_on_unregistered_tensors_are_compared():
     report = td.check(TrainsItself(), (X,), candidate=TrainsItself(scale=2))
 
     assert "attributes['held'][0].grad" in diverged(report)
+
+
+class AnyAttribute:
+    """An object that has every attribute, as a proxy or a lenient configuration has."""
+
+    def __getattr__(self, name):
+        if name.startswith("__") and name != "__wrapped__":
+            raise AttributeError(name)
+        return AnyAttribute()
+
+
+class Configured(nn.Module):
+    settings = AnyAttribute()
+
+    def forward(self, x):
+        return x.sin()
+
+
+def test_an_object_of_a_class_that_has_every_attribute_is_not_unwrapped_for_ever():
+    assert td.check(Configured(), (X,), candidate=torch.sin).verdict is EQUIVALENT
+
+
+class Replacing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls = self.calls + 1  # another tensor, and not the same one in place
+        return x * self.calls
+
+
+replacing = Replacing()
+
+
+class UsesReplacing(nn.Module):
+    def forward(self, x):
+        return replacing(x)
+
+
+def test_a_buffer_that_a_global_module_replaces_is_put_back_before_each_run():
+    assert td.check(UsesReplacing(), (X,), transform="aot_eager", iterations=2).verdict is EQUIVALENT
+    assert replacing.calls == 0

@@ -50,6 +50,15 @@ def set_compiled_call(module: torch.nn.Module, call: Callable[..., Any]) -> None
     vars(module)["_compiled_call_impl"] = call
 
 
+def registries_of(module: torch.nn.Module) -> list[dict[str, Any]]:
+    """Return the dicts themselves in which a module keeps its parameters, buffers and submodules by name.
+
+    A module of TorchScript keeps them in C++, and has none.
+    """
+    registries = (vars(module).get(name) for name in ("_parameters", "_buffers", "_modules"))
+    return [registry for registry in registries if isinstance(registry, dict)]
+
+
 def hooks_of(module: torch.nn.Module) -> list[Callable[..., Any]]:
     """Return all hooks of every kind that are registered on the module itself, not those of its submodules."""
     registries = (vars(module).get(name) or {} for name in _HOOKS)

@@ -230,12 +230,17 @@ def _are_copies(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor])
 
 
 def _parts_of(tensor: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[int] | None:
-    """Return which parts make up a tensor, one after the other along its first dimension; None if none do."""
+    """Return which parts make up a tensor, one after the other along its first dimension; None if none do.
+
+    Of several that fit, the longest is taken: zeros begin with any shorter zeros.
+    """
     if tensor.dim() == 0:
         return next(([index] for index, part in enumerate(parts) if _is_copy(part, tensor)), None)
+    indices = [index for index, part in enumerate(parts) if part.dim() and len(part)]
+    indices.sort(key=lambda index: len(parts[index]), reverse=True)
     found: list[int] = []
     while len(tensor):
-        fitting = (index for index, part in enumerate(parts) if part.dim() and len(part) and _begins_with(tensor, part))
+        fitting = (index for index in indices if _begins_with(tensor, parts[index]))
         index = next(fitting, None)
         if index is None:
             return None
@@ -246,6 +251,8 @@ def _parts_of(tensor: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[int] 
 
 def _begins_with(tensor: torch.Tensor, part: torch.Tensor) -> bool:
     """Tell whether a tensor begins, along its first dimension, with all values of another one."""
+    if tensor.shape[1:] != part.shape[1:] or len(part) > len(tensor):
+        return False
     # most tensors differ in their first row
     return all(_has_values_of(part[:size], tensor[:size]) for size in (1, len(part)))
 

@@ -565,6 +565,12 @@ def used_globals(function: FunctionType) -> dict[str, Any]:
     return {name: function.__globals__[name] for name in _names(function.__code__) if name in function.__globals__}
 
 
+def own_methods(kind: type) -> list[FunctionType]:
+    """Return the functions in a class and its bases; those of installed classes are left out."""
+    own = [base for base in kind.__mro__ if not is_installed_class(base)]
+    return [member for base in own for member in vars(base).values() if isinstance(member, FunctionType)]
+
+
 def written_globals(function: FunctionType) -> set[str]:
     """Return the names of globals that a function or one within it assigns or deletes, whether they exist or not."""
     return set(_names(function.__code__, _WRITES))

@@ -25,6 +25,7 @@ import datetime
 import decimal
 import fractions
 import functools
+import inspect
 import pathlib
 import sys
 import threading
@@ -376,12 +377,14 @@ class _Walk:
 
         Attributes of the user's on registered tensors are yielded too. Attributes that are caches (`is_cache`) are left
         out. A module that was met before yields nothing. The attributes of one that all sides share are added to
-        `shared`.
+        `shared`, and so is which parameters, buffers and submodules it has.
         """
         if not self._is_new(module, place):
             return
         if place.is_shared:
             self._remember(module)
+            for registry in modules.registries_of(module):
+                self.shared.contents[id(registry)] = (registry, registry.copy())
         yield from self._visit_class(type(module))
         place = dataclasses.replace(place, is_installed=False)
         for name, value in modules.own_attributes(module).items():
@@ -600,7 +603,9 @@ def _functions_in(member: Any) -> list[FunctionType]:
     for part in (member.fget, member.fset, member.fdel) if isinstance(member, property) else (member,):
         inner = getattr(part, "__func__", getattr(part, "func", part))
         while inner is not None and not any(inner is function for function in functions):
-            wrapped = getattr(inner, "__wrapped__", None)
+            # not of an object that makes up any attribute, such as a proxy: it would be unwrapped for ever
+            is_wrapper = inspect.getattr_static(inner, "__wrapped__", None) is not None
+            wrapped = getattr(inner, "__wrapped__", None) if is_wrapper else None
             if isinstance(inner, FunctionType) and (wrapped is None or not copies.is_installed(inner)):
                 functions.append(inner)
             inner = wrapped

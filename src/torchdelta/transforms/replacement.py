@@ -19,7 +19,7 @@ from torchdelta._torch.compile.dynamo import compiles_itself
 from torchdelta._torch.compile.seams import Seam, hand_on
 from torchdelta._torch.modes.lift import widened
 from torchdelta.errors import ProgramError, UsageError
-from torchdelta.program.copies import copy_together, everything_in
+from torchdelta.program.copies import copy_together, everything_in, own_methods
 from torchdelta.program.programs import load_callable, require_module
 from torchdelta.program.sides import Side
 from torchdelta.transforms.base import Options, Traits, Transform, TransformedSide, require_known
@@ -67,7 +67,11 @@ def _copy_lifted(call: Callable[..., Any]) -> Callable[..., Any]:
 
     TypeError if torch.compile made it, or anything that it uses.
     """
-    if any(callable(part) and compiles_itself(part) for part in everything_in(call)):
+    parts = everything_in(call)
+    # methods are not in an object but in its class
+    methods = [method for part in parts for method in own_methods(type(part))]
+    parts = everything_in([parts, methods], skips_errors=True)
+    if any(callable(part) and compiles_itself(part) for part in parts):
         raise TypeError("the candidate was compiled before, and in float64 it would run uncompiled")
     return cast(Callable[..., Any], copy_together(call, name="the candidate", convert=widened))
 
