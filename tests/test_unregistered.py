@@ -1659,3 +1659,20 @@ class UsesReplacing(nn.Module):
 def test_a_buffer_that_a_global_module_replaces_is_put_back_before_each_run():
     assert td.check(UsesReplacing(), (X,), transform="aot_eager", iterations=2).verdict is EQUIVALENT
     assert replacing.calls == 0
+
+
+large_table = np.zeros(4)
+
+
+class WritesTable(nn.Module):
+    def forward(self, x):
+        large_table[0] += 1
+        return x.sin()
+
+
+def test_a_global_array_too_large_to_be_put_back_is_named(monkeypatch):
+    monkeypatch.setattr("torchdelta.program.unregistered._LARGEST_COPY", 8)
+
+    report = td.check(WritesTable(), (X,), candidate=WritesTable())
+
+    assert any("was not compared" in note and "large_table" in note for note in report.notes)

@@ -343,11 +343,15 @@ class _Walk:
         """Return what stands for an array: bytes for a `bytearray`, and otherwise the array itself.
 
         Of an array that all sides share it is a copy, because the next run writes to the same one; both are added to
-        `shared.hidden`. A read-only one, and one beyond `_LARGEST_COPY`, stays itself, and is not put back.
+        `shared.hidden`. A read-only one stays itself. So does one beyond `_LARGEST_COPY`, which is added to `unread`,
+        because it is not put back.
         """
         leaf = bytes(value) if isinstance(value, bytearray) else value
         is_copied = place.is_shared and (isinstance(value, bytearray) or value.flags.writeable)
-        if not is_copied or (len(value) if isinstance(value, bytearray) else value.nbytes) > _LARGEST_COPY:
+        if not is_copied:
+            return leaf
+        if (len(value) if isinstance(value, bytearray) else value.nbytes) > _LARGEST_COPY:
+            self.unread[place.path] = type(value).__name__
             return leaf
         leaf = leaf if isinstance(leaf, bytes) else leaf.copy()
         self.shared.hidden.append((value, leaf))
