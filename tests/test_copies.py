@@ -269,7 +269,7 @@ def test_caches_and_counters_in_a_closure_are_copied():
         cache["last"] = x
         return x + counted
 
-    assert td.check(call, (torch.ones(2),), candidate=lambda x: call(x)).verdict is td.Verdict.EQUIVALENT
+    assert td.check(call, (torch.ones(2),), candidate=call).verdict is td.Verdict.EQUIVALENT
     assert (cache, counted) == ({}, 0)
 
 
@@ -308,7 +308,7 @@ def test_a_large_list_beside_the_model_costs_no_time_to_speak_of():
     def call(x):
         return model(x) + numbers[0]
 
-    assert td.check(call, (torch.ones(1, 2),), candidate=lambda x: call(x)).verdict is td.Verdict.EQUIVALENT
+    assert td.check(call, (torch.ones(1, 2),), candidate=call).verdict is td.Verdict.EQUIVALENT
 
 
 def test_a_lock_or_a_logger_beside_the_model_is_no_obstacle():
@@ -327,7 +327,7 @@ def test_a_lock_or_a_logger_beside_the_model_is_no_obstacle():
             logger.debug("called")
             return model(x)
 
-    assert td.check(call, (torch.ones(1, 2),), candidate=lambda x: call(x)).verdict is td.Verdict.EQUIVALENT
+    assert td.check(call, (torch.ones(1, 2),), candidate=call).verdict is td.Verdict.EQUIVALENT
 
 
 class Logging(nn.Module):

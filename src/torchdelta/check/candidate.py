@@ -49,9 +49,7 @@ class CandidateRun:
     result_forms: list[tuple[str, ...]] = field(default_factory=list)
     """The form of the graph that a pass made of each; empty if the result is not a graph."""
     changes: list[bool] = field(default_factory=list)
-    """Of each graph that a pass got, whether it changed the graph; empty if that does not matter.
-
-    One False, without a captured graph, is that of a candidate that is the program itself."""
+    """Of each graph that a pass got, whether it changed the graph; empty if that does not matter."""
     dtype_answers: list[Answer] = field(default_factory=list)
     """What the candidate was told when it asked for dtypes; a compiler's is not recorded."""
     failed_in: int = 0
@@ -73,16 +71,8 @@ class CandidateRun:
         return ""
 
     def unchanged(self) -> str:
-        """Return why the candidate is the program as it was; empty if it is another, or if that does not matter.
-
-        It is if a pass changed none of its graphs, or if the user passed the program itself as the candidate.
-        """
+        """Return a text that a pass changed none of its graphs; empty if it changed one, or if that does not matter."""
         if self.changes and not any(self.changes):
-            if not self.graphs.captured:
-                return (
-                    "the candidate is the program itself: what changes a module in place needs a copy of it "
-                    "(copy.deepcopy) to be compared with"
-                )
             graphs = "its graph is" if len(self.changes) == 1 else f"each of its {len(self.changes)} graphs is"
             return f"the transform changed nothing: {graphs} as it was (-O unchanged=ok accepts that)"
         return ""

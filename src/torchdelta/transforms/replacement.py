@@ -26,6 +26,11 @@ from torchdelta.transforms.base import Options, Traits, Transform, TransformedSi
 
 StateMap = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 
+_SAME = (
+    "the candidate is the program itself, so the program was compared with itself: to check what changes a module in "
+    "place, pass a copy from before (copy.deepcopy) as the program"
+)
+
 
 class Replacement(Transform):
     """A callable that takes the same inputs."""
@@ -45,15 +50,15 @@ class Replacement(Transform):
     ) -> Iterator[TransformedSide]:
         """Yield a side that runs a copy of the candidate on the inputs of this one; all calls count as transformed.
 
-        A candidate that is the program itself, and that was not compiled in place, counts as unchanged. If `lifted`,
-        the copy's tensors are in float64; TypeError if torch.compile made the candidate. ProgramError if the candidate
+        A note names a candidate that is the program itself, and that was not compiled in place. If `lifted`, the copy's
+        tensors are in float64; TypeError if torch.compile made the candidate. ProgramError if the candidate
         cannot be copied. `draws_random` and `seam` are not used.
         """
         call = (
             _copy_lifted(self.call) if lifted else copy_together(self.call, name="the candidate", keeps_compiled=True)
         )
-        changes = [False] if self.is_program else None
-        yield TransformedSide.counting_calls(_side_of(call, side, start=self.call), changes=changes)
+        transformed = TransformedSide.counting_calls(_side_of(call, side, start=self.call))
+        yield replace(transformed, notes=[_SAME]) if self.is_program else transformed
 
 
 def _side_of(call: Callable[..., Any], side: Side, *, start: Callable[..., Any]) -> Side:
