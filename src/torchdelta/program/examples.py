@@ -326,7 +326,7 @@ def _draw(program: Program, inputs: Any, seed: int, *, nearness: int) -> Any:
             if not (new.is_floating_point() or new.is_complex()):
                 new.copy_(old)  # there is nothing between two integers
             elif share:
-                # there is no arithmetic in a dtype of 8 bits
+                # torch has no arithmetic for floats of 8 bits
                 old, other = (old.float(), new.float()) if new.itemsize == 1 else (old, new)
                 nearer = old + share * (other - old)
                 # an infinity stays one, and minus itself it would be NaN
